@@ -1,0 +1,768 @@
+"""The ground floor: the networks of both papers at any size, their KV cache, checkpoints and a tokenizer.
+
+`Transformer` is the network of D2F (arXiv 2508.09192): the tiny models trained here, and LLaDA and Dream, are the same
+class with another `TransformerConfig`. Public checkpoints load by renaming tensors (`load_checkpoint`).
+
+Conventions, used by every file:
+- tokens are int64 [B, T]; a boolean mask is True where a query may attend to a key.
+- RoPE is computed in float32 whatever the dtype of the weights.
+- `shift`: output i predicts token i+1 (autoregressive models, Dream) instead of token i (LLaDA).
+- The KV cache is preallocated. A forward writes the K/V of its window at the window's positions; to commit them a
+  decoder moves a number of its own. Nothing is concatenated, copied or cleared.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# ------------------------------------------------------------------------------------------------ configuration
+
+
+@dataclass
+class TransformerConfig:
+    """Everything that distinguishes LLaDA, Dream and the tiny models. A model is a config."""
+
+    vocab_size: int  # rows of the embedding = columns of the logits
+    n_tokens: int  # ids below this one exist in the tokenizer; the rest pads the table and is never chosen
+    mask_id: int
+    eos_id: int
+    pad_id: int
+    d_model: int = 64
+    n_layers: int = 3
+    n_heads: int = 2
+    n_kv_heads: int = 2  # fewer than n_heads: grouped-query attention
+    d_mlp: int = 160
+    max_len: int = 1024  # positions the model may see
+    rope_base: float = 100.0
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    tied_head: bool = True
+    causal: bool = False  # the mask when the caller gives none
+    shift: bool = True
+
+    def __post_init__(self):
+        if self.d_model % self.n_heads or self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"d_model {self.d_model}, n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads}: each must be a "
+                "multiple of the next"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+
+@dataclass
+class RecurrentConfig:
+    """Huginn and the tiny recurrent-depth models; the same names as in TransformerConfig mean the same."""
+
+    vocab_size: int
+    n_tokens: int
+    eos_id: int
+    pad_id: int
+    d_model: int = 64
+    n_prelude: int = 1  # layers of P
+    n_core: int = 1  # layers of R, run r times with the same weights
+    n_coda: int = 1  # layers of C
+    mean_recurrence: int = 8  # mean number of recurrences in training
+    n_heads: int = 2
+    d_mlp: int = 160
+    max_len: int = 1024
+    rope_base: float = 100.0
+    norm_eps: float = 1e-6
+    tied_head: bool = True
+
+    causal = True  # not a field: the samplers rest on it
+
+    def __post_init__(self):
+        if self.d_model % (2 * self.n_heads):
+            raise ValueError(f"d_model {self.d_model} must be a multiple of 2 x n_heads = {2 * self.n_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+
+# ----------------------------------------------------------------------------------------------------- KV cache
+
+
+class KVCache:
+    """Keys and values of every layer: k, v [slots, batch, kv heads, max_len + 1, head_dim].
+
+    A forward announces its window with `open`, then each layer calls `write`, which stores the window's K/V at its
+    positions and returns all keys and values before `n_keys`. What a window wrote stays until another window
+    writes the same positions, so a decoder commits by not writing there again. The one position past max_len
+    takes what the padding of a ragged batch writes; no mask ever lets it be seen.
+    """
+
+    def __init__(self, slots, batch, kv_heads, max_len, head_dim, device="cpu", dtype=torch.float32):
+        shape = (slots, batch, kv_heads, max_len + 1, head_dim)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)  # zeros: a masked key must still be finite
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.max_len = max_len
+
+    def open(self, at, n_keys: int):
+        """Announce a window: at from `window_positions`; attention sees cache positions [0, n_keys)."""
+        self.at, self.n_keys = at, n_keys
+        if not isinstance(at, slice):
+            self.rows = torch.arange(len(at), device=self.k.device)[:, None]
+
+    def write(self, slot: int, k, v):
+        """Store k, v [B, T, kv heads, D] of the open window; return keys, values [B, kv heads, n_keys, D]."""
+        if isinstance(self.at, slice):
+            self.k[slot, :, :, self.at] = k.transpose(1, 2)
+            self.v[slot, :, :, self.at] = v.transpose(1, 2)
+        else:
+            self.k[slot][self.rows, :, self.at] = k
+            self.v[slot][self.rows, :, self.at] = v
+        return self.k[slot, :, :, : self.n_keys], self.v[slot, :, :, : self.n_keys]
+
+    def keep(self, rows):
+        """Drop every batch row but these (int array), when the others are done."""
+        rows = torch.as_tensor(rows, device=self.k.device)
+        self.k, self.v = self.k[:, rows], self.v[:, rows]
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.k.numel() * self.k.element_size()
+
+
+def window_positions(start, length: int, max_len: int, device):
+    """Where a window of `length` tokens stands: a slice when all rows agree, else int64 [B, length].
+
+    start: int, int array [B] (first position of each row) or int array [B, length] (every position). Positions
+    past max_len, the padding of a ragged batch, become max_len: the cache's scrap position.
+    """
+    if isinstance(start, int) and start + length <= max_len:
+        return slice(start, start + length)
+    at = np.asarray(start)
+    if at.ndim < 2:
+        at = at.reshape(-1, 1) + np.arange(length)
+    first = int(at[0, 0])
+    if first + length <= max_len and (at == np.arange(first, first + length)).all():
+        return slice(first, first + length)
+    return torch.from_numpy(np.minimum(at, max_len)).to(device)
+
+
+# ------------------------------------------------------------------------------------------------------- layers
+
+
+def rotary_table(head_dim: int, max_len: int, base: float, interleaved: bool, device) -> torch.Tensor:
+    """[2, max_len + 1, 1, head_dim] float32: cos, and sin with the sign of the first element of each pair folded in.
+
+    Pairs are (i, i + head_dim/2), or (2i, 2i + 1) when interleaved (Huginn).
+    """
+    inv_freq = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle = torch.arange(max_len + 1, device=device, dtype=torch.float32)[:, None] * inv_freq
+    cos, sin = angle.cos(), angle.sin()
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return torch.stack((cos, sin))[:, :, None]
+
+
+def rotate(x, rope, interleaved: bool):
+    """RoPE on x [B, T, H, D] with rope = (cos, sin), each [T, 1, D] or [B, T, 1, D]; computed in float32."""
+    cos, sin = rope
+    y = x.float()
+    partner = y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else y.roll(y.shape[-1] // 2, -1)
+    return torch.addcmul(y * cos, partner, sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention, q, k and v in one product: [B, T, d] -> [B, T, d]."""
+
+    def __init__(
+        self, d: int, n_heads: int, n_kv_heads: int, qkv_bias=False, qk_bias=False, interleaved=False
+    ):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, d // n_heads
+        self.interleaved = interleaved
+        self.qkv = nn.Linear(d, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=qkv_bias)
+        self.qk_bias = nn.Parameter(torch.zeros(2, 1, n_heads, self.head_dim)) if qk_bias else None
+        self.out = nn.Linear(d, d, bias=False)
+
+    def forward(self, x, rope, mask, cache=None, slot=0):
+        B, T, d = x.shape
+        qkv = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, q heads + k heads + v heads, D)
+        qk, v = qkv.split((self.n_heads + self.n_kv_heads, self.n_kv_heads), 2)
+        if self.qk_bias is not None:
+            qk = qk + self.qk_bias.flatten(0, 2)
+        q, k = rotate(qk, rope, self.interleaved).split((self.n_heads, self.n_kv_heads), 2)
+        k, v = cache.write(slot, k, v) if cache else (k.transpose(1, 2), v.transpose(1, 2))  # (B, Hkv, S, D)
+        grouped = {"enable_gqa": True} if self.n_kv_heads < self.n_heads else {}
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, **grouped)
+        return self.out(y.transpose(1, 2).reshape(B, T, d))
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP, gate and up projection in one product: [B, T, d] -> [B, T, d]."""
+
+    def __init__(self, d: int, d_mlp: int):
+        super().__init__()
+        self.gate_up = nn.Linear(d, 2 * d_mlp, bias=False)
+        self.down = nn.Linear(d_mlp, d, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Pre-norm block of LLaDA, Dream, Llama and Qwen."""
+
+    def __init__(self, c: TransformerConfig):
+        super().__init__()
+        self.attn_norm = RMSNorm(c.d_model, c.norm_eps)
+        self.attn = Attention(c.d_model, c.n_heads, c.n_kv_heads, qkv_bias=c.qkv_bias)
+        self.mlp_norm = RMSNorm(c.d_model, c.norm_eps)
+        self.mlp = SwiGLU(c.d_model, c.d_mlp)
+
+    def forward(self, x, rope, mask, cache=None, slot=0):
+        x = x + self.attn(self.attn_norm(x), rope, mask, cache, slot)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+# ------------------------------------------------------------------------------------------------- transformer
+
+
+class Network(nn.Module):
+    """What both architectures share: where a window stands, what it may attend to, and its cache."""
+
+    rope_interleaved = False
+    _rope = None  # not a buffer: it stays float32 and costs nothing until a forward needs it
+
+    def place(self, length: int, start, mask, cache):
+        """Rotary tables and additive attention mask of a window; opens it in the cache.
+
+        start: see `window_positions`. mask: bool, broadcastable to [B, 1, length, keys], True = may attend;
+        None = config.causal decides.
+        """
+        c, device = self.config, self.device
+        if self._rope is None or self._rope.device != device:
+            self._rope = rotary_table(c.head_dim, c.max_len, c.rope_base, self.rope_interleaved, device)
+        at = window_positions(start, length, cache.max_len if cache else c.max_len, device)
+        if mask is None and c.causal and not isinstance(at, slice):  # rows that start apart
+            keys = torch.arange(min(int(np.max(start)) + length, c.max_len), device=device)
+            mask = (keys <= at[:, :, None])[:, None]  # (B, 1, T, keys); padding may see everything
+        elif mask is None and c.causal and length > 1:
+            ones = torch.ones(length, at.stop, dtype=torch.bool, device=device)
+            mask = ones.tril(at.start)
+        if cache:
+            cache.open(at, at.stop if mask is None else mask.shape[-1])
+        if mask is not None:
+            mask = torch.where(mask, 0.0, float("-inf")).to(self.dtype)
+        return self._rope[:, at], mask
+
+    @property
+    def device(self):
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self):
+        return self.embedding.weight.dtype
+
+    def n_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+class Transformer(Network):
+    """LLaDA, Dream, Llama, Qwen2.5 and the tiny models: tokens [B, T] -> logits [B, T, vocab_size]."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.config = c = config
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
+        self.norm = RMSNorm(c.d_model, c.norm_eps)
+        self.lm_head = None if c.tied_head else nn.Linear(c.d_model, c.vocab_size, bias=False)
+
+    def hidden(self, tokens, start=0, mask=None, cache=None):
+        """Final hidden states [B, T, d] of a window of tokens [B, T] that begins at position start (see `place`).
+
+        With a cache, the window's K/V are written at its positions and it attends to cache[0 : mask.shape[-1]]
+        (without a mask: to everything up to its own last position).
+        """
+        rope, mask = self.place(tokens.shape[1], start, mask, cache)
+        x = self.embedding(tokens)  # (B, T, d)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, mask, cache, i)
+        return self.norm(x)
+
+    def head(self, hidden):
+        """Logits [..., vocab_size] of hidden states [..., d]. A decoder calls it where it needs a token."""
+        return F.linear(hidden, self.embedding.weight if self.lm_head is None else self.lm_head.weight)
+
+    def forward(self, tokens, start=0, mask=None, cache=None):
+        return self.head(self.hidden(tokens, start, mask, cache))
+
+    def new_cache(self, batch: int, max_len: int) -> KVCache:
+        c = self.config
+        return KVCache(c.n_layers, batch, c.n_kv_heads, max_len, c.head_dim, self.device, self.dtype)
+
+    def init_weights(self, generator=None):
+        """Normal weights: std 1/sqrt(fan in), output projections smaller with depth; for training from scratch."""
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                continue
+            scale = (
+                (2 * self.config.n_layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+            )
+            std = 0.02 if "embedding" in name else scale * p.shape[1] ** -0.5
+            nn.init.normal_(p, 0.0, std, generator=generator)
+        return self
+
+
+# --------------------------------------------------------------------------------------------- recurrent depth
+
+
+class SandwichBlock(nn.Module):
+    """Huginn's block: a norm before and after each half; the second one normalises the residual stream itself."""
+
+    def __init__(self, c: RecurrentConfig):
+        super().__init__()
+        self.norm_1, self.norm_2, self.norm_3, self.norm_4 = (
+            RMSNorm(c.d_model, c.norm_eps) for _ in range(4)
+        )
+        self.attn = Attention(c.d_model, c.n_heads, c.n_heads, qk_bias=True, interleaved=True)
+        self.mlp = SwiGLU(c.d_model, c.d_mlp)
+
+    def forward(self, x, rope, mask, cache=None, slot=0):
+        x = self.norm_2(self.attn(self.norm_1(x), rope, mask, cache, slot) + x)
+        return self.norm_4(self.mlp(self.norm_3(x)) + x)
+
+
+class RecurrentDepth(Network):
+    """Huginn and the tiny recurrent-depth models (arXiv 2502.05171): e = P(x), s_i = R(e, s_i-1), p = C(s_r).
+
+    A forward announces its window once, then calls `embed`, `recur` r times and `decode` on it:
+
+        w = model.window(T, start, cache)
+        e, z = model.embed(tokens, w), model.initial_state(B, T)
+        for i in range(r):
+            z = model.recur(z, e, w, i)
+        logits = model.decode(z, w)
+    """
+
+    rope_interleaved = True
+
+    def __init__(self, config: RecurrentConfig):
+        super().__init__()
+        self.config = c = config
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        self.prelude = nn.ModuleList(SandwichBlock(c) for _ in range(c.n_prelude))
+        self.adapter = nn.Linear(2 * c.d_model, c.d_model, bias=False)
+        self.core = nn.ModuleList(SandwichBlock(c) for _ in range(c.n_core))
+        self.coda = nn.ModuleList(SandwichBlock(c) for _ in range(c.n_coda))
+        self.norm = RMSNorm(c.d_model, c.norm_eps)  # used twice: before and after the coda
+        self.lm_head = None if c.tied_head else nn.Linear(c.d_model, c.vocab_size, bias=False)
+
+    def window(self, length: int, start=0, cache=None):
+        """(rope, mask, cache) of the causal window [start, start + length) of each row; see `place`."""
+        return *self.place(length, start, None, cache), cache
+
+    def embed(self, tokens, window):
+        """P: tokens [B, T] -> e [B, T, d], what every recurrence is given anew (input injection)."""
+        x = self.embedding(tokens) * self.config.d_model**0.5
+        for layer, block in enumerate(self.prelude):
+            x = block(x, *window, layer)
+        return x
+
+    def recur(self, state, e, window, i: int = 0):
+        """R: states [B, T, d] -> states [B, T, d] after one more recurrence, the i-th: its K/V go to slot i mod n."""
+        cache, c = window[2], self.config
+        slot = c.n_prelude + (i % cache.n_recurrences * c.n_core if cache else 0)
+        x = self.adapter(torch.cat((state, e), -1))
+        for layer, block in enumerate(self.core):
+            x = block(x, *window, slot + layer)
+        return x
+
+    def decode(self, state, window):
+        """C: states [B, T, d] -> logits [B, T, vocab_size] of the tokens that follow."""
+        x = self.norm(state)
+        for layer, block in enumerate(self.coda):
+            x = block(x, *window, layer - len(self.coda))
+        return F.linear(self.norm(x), self.embedding.weight if self.lm_head is None else self.lm_head.weight)
+
+    def initial_state(self, batch: int, length: int, generator=None):
+        """s_0 [batch, length, d]: normal, cut at 3 sigma, times sqrt(d); sigma^2 = 2 / (5 d). Drawn on the CPU."""
+        sigma = 0.4**0.5  # sqrt(d) times sqrt(2 / (5 d))
+        state = torch.empty(batch, length, self.config.d_model)
+        nn.init.trunc_normal_(state, 0.0, sigma, -3 * sigma, 3 * sigma, generator=generator)
+        return state.to(self.device, self.dtype)
+
+    def forward(self, tokens, r: int, state=None):
+        """Logits [B, T, vocab_size] of whole sequences [B, T] after r recurrences from a state, else a random one."""
+        w = self.window(tokens.shape[1])
+        e = self.embed(tokens, w)
+        z = self.initial_state(*tokens.shape) if state is None else state
+        for _ in range(r):
+            z = self.recur(z, e, w)
+        return self.decode(z, w)
+
+    def new_cache(self, batch: int, max_len: int, n_recurrences: int = 1) -> KVCache:
+        """n_recurrences = 1: a later recurrence overwrites an earlier one's K/V (shared); r: each keeps its own."""
+        c = self.config
+        slots = c.n_prelude + n_recurrences * c.n_core + c.n_coda
+        cache = KVCache(slots, batch, c.n_heads, max_len, c.head_dim, self.device, self.dtype)
+        cache.n_recurrences = n_recurrences
+        return cache
+
+    def init_weights(self, generator=None):
+        """Huginn's: std sqrt(2 / (5 d)), output projections smaller with the depth at the mean recurrence."""
+        c = self.config
+        depth = c.n_prelude + c.mean_recurrence * c.n_core + c.n_coda
+        for name, p in self.named_parameters():
+            if name.endswith("weight") and p.dim() == 2:
+                std = (0.4 / c.d_model) ** 0.5
+                std *= (2 * depth) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
+                nn.init.normal_(p, 0.0, std, generator=generator)
+        return self
+
+
+# ------------------------------------------------------------------------------------------------- safetensors
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def read_safetensors(path) -> dict[str, torch.Tensor]:
+    """Tensors of a .safetensors file by name, memory-mapped: nothing is read until it is used.
+
+    The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, raw data.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as f:
+        start = 8 + int.from_bytes(f.read(8), "little")
+        if start > size:
+            raise ValueError(f"{path}: the header ends at byte {start} but the file has {size} bytes")
+        header = json.loads(f.read(start - 8))
+    header.pop("__metadata__", None)
+    raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    tensors = {}
+    for name, t in header.items():
+        begin, end = (start + offset for offset in t["data_offsets"])
+        if t["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {t['dtype']}; known are {', '.join(DTYPES)}")
+        dtype = DTYPES[t["dtype"]]
+        if not start <= begin <= end <= size or end - begin != int(np.prod(t["shape"])) * dtype.itemsize:
+            raise ValueError(
+                f"{path}: {name} {t['shape']} is said to be bytes {begin} to {end}, but the file has {size} bytes; "
+                "it is truncated or damaged"
+            )
+        data = raw[begin:end] if begin % dtype.itemsize == 0 else raw[begin:end].clone()
+        tensors[name] = data.view(dtype).reshape(t["shape"])
+    return tensors
+
+
+def write_safetensors(path, tensors: dict[str, torch.Tensor]):
+    """Write tensors by name; the inverse of `read_safetensors`."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header, data, offset = {}, [], 0
+    for name, t in tensors.items():
+        data.append(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        end = offset + len(data[-1])
+        header[name] = {"dtype": names[t.dtype], "shape": list(t.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that every float32 tensor is aligned
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        f.writelines(data)
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(folder, model, **extra):
+    """Write config.json (the config, and `extra`) and model.safetensors into folder, as a whole or not at all."""
+    folder = Path(folder)
+    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    config = {"model_type": type(model).__name__, **asdict(model.config), **extra}
+    (fresh / "config.json").write_text(json.dumps(config, indent=1))
+    write_safetensors(fresh / "model.safetensors", model.state_dict())
+    restore_checkpoint(folder)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_checkpoint(folder):
+    """Undo a save that was killed between its two renames: the previous checkpoint is then FOLDER.old."""
+    folder = Path(folder)
+    old = folder.with_name(folder.name + ".old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_config(folder) -> dict:
+    """config.json of a checkpoint folder."""
+    restore_checkpoint(folder)
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"no checkpoint in {folder}: {path} does not exist")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path} is not valid JSON: {e}") from None
+
+
+def read_tensors(folder) -> dict[str, torch.Tensor]:
+    """All tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json names."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+    tensors = {}
+    for shard in shards or ["model.safetensors"]:
+        if not (folder / shard).exists():
+            raise FileNotFoundError(f"{folder / shard} does not exist")
+        tensors.update(read_safetensors(folder / shard))
+    return tensors
+
+
+def llada_layout(j: dict):
+    """config.json of LLaDA -> our config, and {our name: public names whose tensors are stacked}."""
+    config = TransformerConfig(
+        vocab_size=j.get("embedding_size") or j["vocab_size"],
+        n_tokens=j["vocab_size"],
+        mask_id=j["mask_token_id"],
+        eos_id=j["eos_token_id"],
+        pad_id=j["pad_token_id"],
+        d_model=j["d_model"],
+        n_layers=j["n_layers"],
+        n_heads=j["n_heads"],
+        n_kv_heads=j.get("n_kv_heads") or j["n_heads"],
+        d_mlp=j["mlp_hidden_size"],
+        max_len=j["max_sequence_length"],
+        rope_base=j["rope_theta"],
+        norm_eps=j["rms_norm_eps"],
+        qkv_bias=bool(j.get("include_qkv_bias")),
+        tied_head=j["weight_tying"],
+        causal=False,
+        shift=False,
+    )
+    top, block = "model.transformer.", "model.transformer.blocks.{}."
+    names = {"embedding.weight": [top + "wte.weight"], "norm.weight": [top + "ln_f.weight"]}
+    if not config.tied_head:
+        names["lm_head.weight"] = [top + "ff_out.weight"]
+    parts = {
+        "attn_norm": ["attn_norm"],
+        "attn.qkv": ["q_proj", "k_proj", "v_proj"],
+        "attn.out": ["attn_out"],
+        "mlp_norm": ["ff_norm"],
+        "mlp.gate_up": ["ff_proj", "up_proj"],
+        "mlp.down": ["ff_out"],
+    }
+    return config, names | block_names(config, block, parts)
+
+
+def dream_layout(j: dict):
+    """config.json of Dream -> our config, and {our name: public names whose tensors are stacked}."""
+    config = TransformerConfig(
+        vocab_size=j["vocab_size"],
+        n_tokens=j["vocab_size"],
+        mask_id=j["mask_token_id"],
+        eos_id=j["eos_token_id"],
+        pad_id=j["pad_token_id"],
+        d_model=j["hidden_size"],
+        n_layers=j["num_hidden_layers"],
+        n_heads=j["num_attention_heads"],
+        n_kv_heads=j["num_key_value_heads"],
+        d_mlp=j["intermediate_size"],
+        max_len=j["max_position_embeddings"],
+        rope_base=j["rope_theta"],
+        norm_eps=j["rms_norm_eps"],
+        qkv_bias=True,
+        tied_head=j["tie_word_embeddings"],
+        causal=False,
+        shift=True,
+    )
+    names = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
+    if not config.tied_head:
+        names["lm_head.weight"] = ["lm_head.weight"]
+    parts = {
+        "attn_norm": ["input_layernorm"],
+        "attn.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "attn.out": ["self_attn.o_proj"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.down": ["mlp.down_proj"],
+    }
+    return config, names | block_names(config, "model.layers.{}.", parts)
+
+
+def huginn_layout(j: dict):
+    """config.json of Huginn -> our config, and {our name: public names}. Its freqs_cis is our rotary_table."""
+    config = RecurrentConfig(
+        vocab_size=j.get("padded_vocab_size") or j["vocab_size"],
+        n_tokens=j["vocab_size"],
+        eos_id=j.get("eos_token_id", 65505),
+        pad_id=j.get("pad_token_id", 65509),
+        d_model=j["n_embd"],
+        n_prelude=j["n_layers_in_prelude"],
+        n_core=j["n_layers_in_recurrent_block"],
+        n_coda=j["n_layers_in_coda"],
+        mean_recurrence=j["mean_recurrence"],
+        n_heads=j["num_attention_heads"] if "num_attention_heads" in j else j["n_heads"],
+        d_mlp=j["intermediate_size"],
+        max_len=j["block_size"],
+        rope_base=j["rope_base"],
+        norm_eps=j["norm_eps"],
+        tied_head=j["tie_embeddings"],
+    )
+    names = {"embedding.weight": ["transformer.wte.weight"], "norm.weight": ["transformer.ln_f.weight"]}
+    names["adapter.weight"] = ["transformer.adapter.weight"]
+    if not config.tied_head:
+        names["lm_head.weight"] = ["lm_head.weight"]
+    parts = {f"norm_{i}.weight": f"norm_{i}.weight" for i in (1, 2, 3, 4)}
+    parts |= {"attn.qkv.weight": "attn.Wqkv.weight", "attn.qk_bias": "attn.qk_bias"}
+    parts |= {"attn.out.weight": "attn.proj.weight"}
+    parts |= {"mlp.gate_up.weight": "mlp.fc.weight", "mlp.down.weight": "mlp.proj.weight"}
+    groups = [("prelude", "prelude", config.n_prelude), ("core", "core_block", config.n_core)]
+    for ours, public, n in [*groups, ("coda", "coda", config.n_coda)]:
+        for i in range(n):
+            names |= {f"{ours}.{i}.{a}": [f"transformer.{public}.{i}.{b}"] for a, b in parts.items()}
+    return config, names
+
+
+def block_names(config, prefix: str, parts: dict[str, list[str]]) -> dict[str, list[str]]:
+    """{our name: public names} of every layer; prefix has {} for the layer's number."""
+    kinds = {part: ["weight"] for part in parts}
+    if config.qkv_bias:
+        kinds["attn.qkv"] = ["weight", "bias"]
+    return {
+        f"blocks.{i}.{ours}.{kind}": [f"{prefix.format(i)}{p}.{kind}" for p in public]
+        for i in range(config.n_layers)
+        for ours, public in parts.items()
+        for kind in kinds[ours]
+    }
+
+
+def own_layout(j: dict):
+    """A tiny checkpoint of `save_checkpoint`: our fields and our names."""
+    cls, config_cls = MODELS[j["model_type"]]
+    config = config_cls(**{name: j[name] for name in config_cls.__dataclass_fields__ if name in j})
+    with torch.device("meta"):
+        return config, {name: [name] for name in cls(config).state_dict()}
+
+
+MODELS = {
+    "Transformer": (Transformer, TransformerConfig),
+    "RecurrentDepth": (RecurrentDepth, RecurrentConfig),
+}
+LAYOUTS = {"llada": (Transformer, llada_layout), "Dream": (Transformer, dream_layout)}
+LAYOUTS |= {"huginn_raven": (RecurrentDepth, huginn_layout)}
+LAYOUTS |= {name: (cls, own_layout) for name, (cls, _) in MODELS.items()}
+
+
+def load_checkpoint(folder, device="cpu", dtype=torch.float32):
+    """Model of a checkpoint folder: a tiny one of `save_checkpoint`, LLaDA, Dream or Huginn. In eval mode.
+
+    Raises FileNotFoundError or ValueError, one sentence each: no config, unknown model_type, truncated file, and
+    missing, unexpected or mis-shaped tensors by name.
+    """
+    j = read_config(folder)
+    kind = j.get("model_type")
+    if kind not in LAYOUTS:
+        raise ValueError(f"{folder}: model_type {kind!r} is unknown; known are {', '.join(LAYOUTS)}")
+    cls, layout = LAYOUTS[kind]
+    config, names = layout(j)
+    tensors = read_tensors(folder)
+    expected = {name for public in names.values() for name in public}
+    redundant = {"freqs_cis"} | ({"lm_head.weight"} if config.tied_head else set())
+    extra = set(tensors) - expected - redundant
+    for what, wrong in (("lacks", expected - set(tensors)), ("has unexpected", extra)):
+        if wrong:
+            some = ", ".join(sorted(wrong)[:8]) + (", ..." if len(wrong) > 8 else "")
+            raise ValueError(f"{folder}: the checkpoint {what} {len(wrong)} tensors: {some}")
+    with torch.device("meta"):
+        model = cls(config)
+    model = model.to(dtype).to_empty(device=device).eval()
+    for name, param in model.state_dict().items():
+        load_parameter(
+            param, [tensors[public] for public in names[name]], f"{folder}: {', '.join(names[name])}"
+        )
+    return model.requires_grad_(False)
+
+
+def load_parameter(param, parts, name: str):
+    """Copy parts, stacked along the first dimension, into param."""
+    shape = [sum(p.shape[0] for p in parts), *parts[0].shape[1:]]
+    if list(param.shape) != shape or any(p.shape[1:] != parts[0].shape[1:] for p in parts):
+        shapes = ", ".join(str(list(p.shape)) for p in parts)
+        raise ValueError(f"{name}: shape {shapes} found where {list(param.shape)} was expected")
+    for piece, part in zip(param.split([p.shape[0] for p in parts]), parts, strict=True):
+        piece.copy_(part)
+
+
+# ----------------------------------------------------------------------------------------------- tiny tokenizer
+
+
+class CharTokenizer:
+    """One id per character, then the mask, end-of-sequence and padding ids."""
+
+    def __init__(self, alphabet: str = "0123456789+-=;"):
+        self.alphabet = alphabet
+        self.mask_id, self.eos_id, self.pad_id = (len(alphabet) + i for i in range(3))
+        self.n_tokens = len(alphabet) + 3
+        self.table = np.full(128, -1, np.int64)  # ASCII code -> id
+        self.table[[ord(c) for c in alphabet]] = np.arange(len(alphabet))
+
+    def encode(self, text: str) -> np.ndarray:
+        """int64 [len(text)]; raises ValueError for a character outside the alphabet."""
+        wrong = set(text) - set(self.alphabet)
+        if wrong:
+            raise ValueError(f"character {min(wrong)!r} is not in the alphabet {self.alphabet!r}")
+        return self.table[np.frombuffer(text.encode(), np.uint8)]
+
+    def decode(self, ids, mask: str = "_", eos: str = "", pad: str = "") -> str:
+        symbols = [*self.alphabet, mask, eos, pad]
+        return "".join(symbols[i] for i in ids)
+
+
+# ------------------------------------------------------------------------------------- addition, as the demos write it
+
+
+def addition_prompt(a: int, b: int, digits: int) -> str:
+    """'a+b;' for each digit pair, least significant first: (12, 9, 2) -> '2+9;1+0;'."""
+    if not 0 <= min(a, b) or max(a, b) >= 10**digits:
+        raise ValueError(f"{a} + {b}: this model was trained on numbers of 0 to {digits} digits")
+    return "".join(f"{x}+{y};" for x, y in zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1], strict=True))
+
+
+def addition_answer(a: int, b: int, digits: int) -> str:
+    """'=cd;' for each digit pair, c the carry out and d the digit of the sum: (12, 9, 2) -> '=11;=02;'."""
+    carries = [(a % 10**i + b % 10**i) // 10**i for i in range(1, digits + 1)]
+    return "".join(
+        f"={c}{d};" for c, d in zip(carries, f"{(a + b) % 10**digits:0{digits}d}"[::-1], strict=True)
+    )
+
+
+def read_sum(answer: str) -> int | None:
+    """The number that an addition answer spells, or None if it is not well formed."""
+    fields = answer.split(";")[:-1]
+    if not fields or any(len(f) != 3 or f[0] != "=" or not f[1:].isdigit() for f in fields):
+        return None
+    return int(fields[-1][1] + "".join(f[2] for f in reversed(fields)))
