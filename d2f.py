@@ -19,6 +19,7 @@ one synchronisation a forward, and an operation on a few dozen numbers costs a f
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tiny_models import CharTokenizer, Transformer, addition_prompt, load_checkpoint, read_config, read_sum
+from tiny_models import CharTokenizer, addition_prompt, load_checkpoint, read_config, read_sum
 
 # --------------------------------------------------------------------------------- block-causal attention (Eq. 2)
 
@@ -228,7 +229,7 @@ class Chooser:
     def draws(self, rows, draw):
         """draw(n, generator) for the n positions of each batch row, from its own generator; concatenated [M, ...]."""
         counts = np.bincount(rows, minlength=len(self.generators))
-        return torch.cat([draw(int(n), g) for n, g in zip(counts, self.generators, strict=True) if n])
+        return torch.cat([draw(int(n), g) for n, g in zip(counts, self.generators, strict=True)])
 
 
 def keep_top(logits, top_p: float | None, top_k: int | None):
@@ -320,7 +321,7 @@ class Book:
         window, see = np.take_along_axis(self.tokens, inside, 1), attend(inside)
         n_keys, mask, device = int(see.max()), None, self.model.device
         same = start.min() == start.max() and stop.min() == stop.max()
-        if not same or see.min() < n_keys or n_keys > stop[0]:
+        if not same or see.min() < n_keys or n_keys > stop[0] or self.config.causal and at.shape[1] > 1:
             see = torch.from_numpy(see).to(device)
             mask = (torch.arange(n_keys, device=device) < see[:, :, None])[:, None]  # (B, 1, T, n_keys)
         # what pads a short row is written to the cache's scrap position
@@ -330,6 +331,10 @@ class Book:
         self.out.forwards += 1
         self.out.row_forwards[self.rows] += 1
         self.out.positions += window.size
+
+    def everything(self, at):
+        """The `attend` of a bidirectional model: each query sees its whole row."""
+        return np.zeros_like(at) + self.end[:, None]
 
     def predict(self, wanted):
         """Predictions at answer positions: wanted bool [B, n], n <= A -> token, probability, confidence [B, n].
@@ -368,7 +373,7 @@ class Book:
         for b in np.flatnonzero(done):
             answer = self.tokens[b, self.prompt_len[b] : self.prompt_len[b] + self.A]
             self.out.raw[self.rows[b]] = answer.copy()
-            self.out.answers[self.rows[b]] = cut(answer, self.config)
+            self.out.answers[self.rows[b]] = cut(answer, self.config.eos_id)
         keep = np.flatnonzero(~done)
         self.tokens, self.prompt_len = self.tokens[keep], self.prompt_len[keep]
         self.n_cached, self.rows = self.n_cached[keep], self.rows[keep]
@@ -382,10 +387,10 @@ def check_prompts(prompts, max_new_tokens: int, config) -> list[np.ndarray]:
 
     A shifted model needs a token before the first one, so an empty prompt becomes its EOS, as Dream begins a text.
     """
+    if isinstance(prompts, np.ndarray | torch.Tensor) or (len(prompts) and np.ndim(prompts[0]) == 0):
+        prompts = [prompts] if np.ndim(prompts) == 1 else list(prompts)
     if len(prompts) == 0:
         raise ValueError("the batch is empty: give at least one prompt")
-    if np.ndim(prompts[0]) == 0:
-        prompts = [prompts]
     prompts = [np.asarray(p, np.int64 if len(p) == 0 else None) for p in prompts]
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
@@ -409,9 +414,9 @@ def check_prompts(prompts, max_new_tokens: int, config) -> list[np.ndarray]:
     return [np.array([config.eos_id]) if config.shift and len(p) == 0 else p for p in prompts]
 
 
-def cut(answer, config) -> list[int]:
-    """The answer up to and including its first EOS, and before anything undecided."""
-    ends = np.flatnonzero(answer == config.eos_id)
+def cut(answer, eos_id: int) -> list[int]:
+    """The answer [A] up to and including its first EOS."""
+    ends = np.flatnonzero(answer == eos_id)
     answer = answer[: ends[0] + 1] if len(ends) else answer
     return [int(t) for t in answer]
 
@@ -424,6 +429,19 @@ def check_thresholds(block_size: int, **thresholds):
             raise ValueError(f"{name} is {value}; it must be between 0 and 1")
 
 
+NOISE = 1e-5  # confidences closer than this are equal: the leftmost goes first, whatever the batch rounds to
+
+
+def ranks(confidence):
+    """Rank of each position in its row of [B, n], 0 the most confident."""
+    confidence = confidence.clip(-1e9)  # finite, so that two absent positions have a difference
+    order = (-confidence).argsort(1, kind="stable")
+    step = np.diff(np.take_along_axis(confidence, order, 1), axis=1, prepend=np.inf) < -NOISE
+    group = np.empty_like(order)
+    np.put_along_axis(group, order, step.cumsum(1), 1)
+    return (group * confidence.shape[1] + np.arange(confidence.shape[1])).argsort(1).argsort(1)
+
+
 def accept(probability, confidence, tau_conf: float, must):
     """Which positions of each block to commit: bool [..., k].
 
@@ -431,7 +449,8 @@ def accept(probability, confidence, tau_conf: float, must):
     """
     chosen = probability > tau_conf
     none = must & ~chosen.any(-1)
-    chosen[none, confidence[none].argmax(-1)] = True
+    best = confidence[none]
+    chosen[none, (best >= best.max(-1, keepdims=True) - NOISE).argmax(-1)] = True
     return chosen
 
 
@@ -521,25 +540,20 @@ def vanilla_decode(
         else:
             n = masked.sum(1) if count is None else count
             n = np.floor(n.astype(np.float32) * share) if count is None else count  # in float32, as released
-            rank = (-confidence).argsort(1, kind="stable").argsort(1)
-            chosen = masked & (rank < np.reshape(n, (-1, 1)))
+            chosen = masked & (ranks(confidence) < np.reshape(n, (-1, 1)))
         book.commit(chosen, token)
     book.finish(np.ones(len(book.rows), bool))
     return book.out
 
 
 def run_whole(book: Book, cfg_scale: float = 0.0):
-    """A forward of the whole sequence, every position seeing all others. With guidance, another without the prompt."""
-
-    def everything(at):
-        return np.broadcast_to(book.end[:, None], at.shape)
-
-    book.forward(np.zeros_like(book.end), book.end, everything)
+    """A forward of the whole sequence; with guidance, another one that does not see the prompt."""
+    book.forward(np.zeros_like(book.end), book.end, book.everything)
     if cfg_scale > 0:
         tokens, conditional = book.tokens, book.hidden
         in_prompt = np.arange(tokens.shape[1]) < book.prompt_len[:, None]
         book.tokens = np.where(in_prompt, book.config.mask_id, tokens)
-        book.forward(np.zeros_like(book.end), book.end, everything)
+        book.forward(np.zeros_like(book.end), book.end, book.everything)
         book.tokens = tokens
         # logits = u + (cfg + 1)(c - u); the head is linear, so the same mix of hidden states gives them
         book.hidden = torch.lerp(book.hidden, conditional, cfg_scale + 1)
@@ -576,7 +590,7 @@ def cached_decode(
         high = np.minimum(low + k, book.end)
         start = np.where(whole, 0, np.maximum(low - model.config.shift, 0))
         stop = np.where(whole | (cache == "prefix"), book.end, high)
-        book.forward(start, stop, lambda at: np.broadcast_to(book.end[:, None], at.shape))
+        book.forward(start, stop, book.everything)
         token, probability, confidence = book.predict(masked & (np.arange(book.A) // k == block[:, None]))
         book.commit(accept(probability, confidence, tau_conf, np.ones(len(block), bool)), token)
         previous = book.finish(answer_settled(book.answer(), model.config), block)
@@ -664,3 +678,112 @@ def pipelined_decode(
         )
         book.commit(chosen.reshape(-1, N * k), token, n_final, full=full, n_open=n_open)
     return book.out
+
+
+# --------------------------------------------------------------------------------------------------------- demo
+
+METHODS = {  # --method -> the phase of `train_tiny.py` whose model it uses
+    "pipelined": "student",
+    "ar": "autoregressive",
+    "vanilla": "teacher",
+    "cached": "teacher",
+}
+COLOURS = {"cached": "\033[90m", "full": "\033[1;32m", "semi": "\033[33m", "decoded": "\033[0m"}
+BRACKETS = {"cached": "  ", "full": "[]", "semi": "()", "decoded": "  "}
+
+
+def draw(step: Step, tokenizer, k: int, colour: bool) -> str:
+    """One line of text for the first row of a step: its open blocks, each marked by its state."""
+    P, blocks = step.prompt_len[0], []
+    n_open = step.n_open[0] if step.n_open is not None else -(-(step.tokens.shape[1] - P) // k)
+    for i in range(n_open):
+        text = tokenizer.decode(step.tokens[0, P + i * k : P + (i + 1) * k], mask="\u00b7", eos="$")
+        state = "decoded"
+        if step.full is not None:
+            state = "cached" if P + (i + 1) * k <= step.n_final[0] else "full" if step.full[0, i] else "semi"
+        left, right = BRACKETS[state]
+        text = left + text + right
+        blocks.append(COLOURS[state] + text + "\033[0m" if colour else text)
+    return "".join(blocks)
+
+
+def demo_decode(args, config: dict, model, prompt, watch):
+    """Call the decoder that --method names, with the settings of the command line."""
+    A, k = config["max_new_tokens"], args.block_size
+    if args.method == "pipelined":
+        return pipelined_decode(model, prompt, A, k, args.tau_add, args.tau_act, args.tau_conf, watch=watch)
+    if args.method == "ar":
+        return autoregressive_decode(model, prompt, A, watch=watch)
+    if args.method == "vanilla":
+        return vanilla_decode(model, prompt, A, watch=watch)
+    return cached_decode(model, prompt, A, k, args.cache, args.tau_conf, watch=watch)
+
+
+def parse_args(argv=None):
+    p = argparse.ArgumentParser(
+        description="Watch a tiny D2F student add two numbers. Train it first: python train_tiny.py",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("a", type=int, help="first number")
+    p.add_argument("b", type=int, help="second number")
+    p.add_argument(
+        "--method", choices=METHODS, default="pipelined", help="decoder; each uses the model made for it"
+    )
+    p.add_argument("--out", default="out/addition", help="folder of trained models, from train_tiny.py")
+    p.add_argument("--block-size", type=int, help="k, positions per block (default: as in training)")
+    p.add_argument(
+        "--tau-add", type=float, default=0.1, help="open a block when the last is decoded to this share"
+    )
+    p.add_argument(
+        "--tau-act", type=float, default=0.95, help="fully activate when the previous block is this decoded"
+    )
+    p.add_argument("--tau-conf", type=float, default=0.9, help="accept a token above this probability")
+    p.add_argument(
+        "--cache", choices=("none", "prefix", "dual"), default="prefix", help="for --method cached"
+    )
+    p.add_argument(
+        "--trace", action="store_true", help="print numbers instead of the picture, one line a forward"
+    )
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    folder = f"{args.out}/{METHODS[args.method]}"
+    try:
+        config = read_config(folder)
+        model = load_checkpoint(folder)
+        prompt = addition_prompt(args.a, args.b, config["digits"])
+        args.block_size = args.block_size or config["block_size"]
+        tokenizer = CharTokenizer(config["alphabet"])
+        print(f"{prompt}  ({args.method}, {model.n_parameters():,} parameters)")
+        forwards = itertools.count(1)
+
+        def watch(step):
+            ran = f"positions {step.start[0]:3d} to {step.stop[0]:3d}"
+            if args.trace:
+                commits = " ".join(f"{p}:{tokenizer.decode([t], eos='$')}" for _, p, t in step.commits)
+                print(f"{next(forwards):3d}  {ran}  cached {step.n_final[0]:3d}  commits {commits}")
+            else:
+                print(
+                    f"{next(forwards):3d}  {ran} {draw(step, tokenizer, args.block_size, sys.stdout.isatty())}"
+                )
+
+        started = time.perf_counter()
+        out = demo_decode(args, config, model, tokenizer.encode(prompt), watch)
+    except FileNotFoundError as e:
+        sys.exit(f"{e}; make it with: python train_tiny.py")
+    except ValueError as e:
+        sys.exit(str(e))
+    seconds, n = time.perf_counter() - started, len(out.answers[0])
+    if args.method == "pipelined" and not args.trace:
+        print("\n  cached   [fully activated]   (semi-activated)   \u00b7 masked   $ end of sequence")
+    total = read_sum(tokenizer.decode(out.answers[0]))
+    print(f"{args.a} + {args.b} = {total}  ({'right' if total == args.a + args.b else 'wrong'})")
+    print(
+        f"{n} answer tokens, {out.forwards} forwards, {n / out.forwards:.1f} tokens a forward, {seconds:.3f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -261,7 +261,9 @@ class Network(nn.Module):
             self._rope = rotary_table(c.head_dim, c.max_len, c.rope_base, self.rope_interleaved, device)
         at = window_positions(start, length, cache.max_len if cache else c.max_len, device)
         if mask is None and c.causal and not isinstance(at, slice):  # rows that start apart
-            keys = torch.arange(min(int(np.max(start)) + length, c.max_len), device=device)
+            host = np.asarray(start) if np.ndim(start) > 1 else np.asarray(start)[:, None] + np.arange(length)
+            last = host[host < (cache.max_len if cache else c.max_len)].max()
+            keys = torch.arange(int(last) + 1, device=device)
             mask = (keys <= at[:, :, None])[:, None]  # (B, 1, T, keys); padding may see everything
         elif mask is None and c.causal and length > 1:
             ones = torch.ones(length, at.stop, dtype=torch.bool, device=device)
@@ -395,11 +397,16 @@ class RecurrentDepth(Network):
             x = block(x, *window, slot + layer)
         return x
 
-    def decode(self, state, window):
-        """C: states [B, T, d] -> logits [B, T, vocab_size] of the tokens that follow."""
+    def decode(self, state, window, last=None):
+        """C: states [B, T, d] -> logits [B, T, vocab_size] of the tokens that follow.
+
+        With last (int array [B]) only those that follow position last of each row, [B, 1, vocab_size].
+        """
         x = self.norm(state)
         for layer, block in enumerate(self.coda):
             x = block(x, *window, layer - len(self.coda))
+        if last is not None:
+            x = x[np.arange(len(x)), last][:, None]
         return F.linear(self.norm(x), self.embedding.weight if self.lm_head is None else self.lm_head.weight)
 
     def initial_state(self, batch: int, length: int, generator=None):

@@ -1,120 +1,604 @@
-"""The main job: train tiny models and print the tables that show both papers' claims. `python train_tiny.py`
+"""The main job: train tiny models and print the table that shows the papers' claims. `python train_tiny.py`
 
-In order: the tasks, the training loop, the phases (autoregressive model -> bidirectional teacher -> D2F student),
-evaluation, the tables. Finished phases are checkpoints under --out; a second run reuses them (--retrain to redo).
+In order: the tasks, the training loop, the phases of D2F (autoregressive model, bidirectional teacher made from it,
+block-causal student distilled from that), evaluation, the table. A finished phase is a checkpoint folder under --out;
+a second run reuses it (--retrain to redo), so an interrupt loses at most the phase that was running.
 """
 
+import argparse
+import functools
 import math
+import os
+import platform
+import statistics
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import d2f
-from tiny_models import CharTokenizer, Transformer, TransformerConfig
+from tiny_models import (
+    CharTokenizer,
+    Transformer,
+    TransformerConfig,
+    load_checkpoint,
+    read_config,
+    save_checkpoint,
+)
 
-# -------------------------------------------------------------------------------------------------------- tasks
+# ------------------------------------------------------------------------------------------------------- tasks
 
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
+SPLITS = ("test", "validation")  # the rest is for training
 
 
 def split_of(problems) -> np.ndarray:
-    """Which split each problem of digits [n, m] belongs to, decided by its content: no problem is in two splits.
+    """0 (test), 1 (validation) or more (training) for each problem [n, m] of digits: decided by its content.
 
-    A weighted digit sum mod 16: 0 is the test set, 1 the validation set, the rest is for training.
+    So no held-out problem ever appears in training, whatever the seeds.
     """
-    code = (problems * (1 + 2 * np.arange(problems.shape[1]))).sum(1) % 16
-    return np.select([code == 0, code == 1], [TEST, VALIDATION], TRAIN)
+    return (problems * (1 + 2 * np.arange(problems.shape[1]))).sum(1) % 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class Addition:
-    """a + b with written carries, least significant digit first: 'a+b;' for each digit pair -> '=cd;' (carry, digit).
+    """a + b with written carries, least significant digit first: 'a+b;' a digit pair -> '=cd;' (carry, digit).
 
-    Digit i's answer stands at a constant distance from its question. Most carries are decided by their own pair;
-    where a_i + b_i = 9 (forced with probability `carry`) the carry travels on: easy tokens and hard ones.
+    An answer stands at a constant distance from its question. Most carries are decided by their own pair; where
+    a_i + b_i = 9 (forced with probability `carry`) the carry travels on. Easy tokens can go in parallel, hard ones cannot.
     """
 
     digits: int = 23
     carry: float = 0.25
+    name = "addition"
 
-    def problems(self, rng, n: int) -> np.ndarray:
+    def problems(self, rng, n: int, training: bool) -> np.ndarray:
+        """Digits of a and b, int64 [n, 2 * digits]. One training problem in eight has shorter numbers."""
         a, b = rng.integers(0, 10, (2, n, self.digits))
         b = np.where(rng.random((n, self.digits)) < self.carry, 9 - a, b)
-        return np.concatenate((a, b), 1)
+        length = np.where(
+            training & (rng.random(n) < 1 / 8), rng.integers(1, self.digits + 1, n), self.digits
+        )
+        inside = np.arange(self.digits) < length[:, None]
+        return np.concatenate((a * inside, b * inside), 1)
 
     def write(self, problems, tokenizer) -> tuple[np.ndarray, np.ndarray]:
-        """Problems [n, 2 digits] -> prompts int64 [n, 4 digits], answers int64 [n, 4 digits], without EOS."""
+        """Problems -> prompts int64 [n, 4 * digits], answers int64 [n, 4 * digits] (without EOS)."""
         a, b = problems[:, : self.digits], problems[:, self.digits :]
-        carry = np.zeros_like(a)
+        carry, out = np.zeros(len(a), np.int64), []
         for i in range(self.digits):
-            carry[:, i] = (a[:, i] + b[:, i] + (carry[:, i - 1] if i else 0)) > 9
-        digit = (a + b + np.pad(carry, ((0, 0), (1, 0)))[:, :-1]) % 10
-        return fields(tokenizer, a, "+", b, ";"), fields(tokenizer, "=", carry, digit, ";")
+            total = a[:, i] + b[:, i] + carry
+            carry = total // 10
+            out.append((carry, total % 10))
+        carries, digits = np.array(out).transpose(1, 2, 0)
+        return fields(tokenizer, a, "+", b, ";"), fields(tokenizer, "=", carries, digits, ";")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A running balance mod 100 after each gain or loss: '+37;' an entry -> '=45;'. Every answer needs the one before."""
+
+    digits: int = 23  # entries
+    carry: float = 0.0
+    name = "ledger"
+
+    def problems(self, rng, n: int, training: bool) -> np.ndarray:
+        """Sign (0 gain, 1 loss), tens and ones of each entry, int64 [n, 3 * entries]."""
+        sign = rng.integers(0, 2, (n, self.digits))
+        return np.concatenate((sign, *rng.integers(0, 10, (2, n, self.digits))), 1)
+
+    def write(self, problems, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+        """Problems -> prompts int64 [n, 4 * entries], answers int64 [n, 4 * entries] (without EOS)."""
+        sign, tens, ones = np.split(problems, 3, axis=1)
+        balance = np.cumsum((1 - 2 * sign) * (10 * tens + ones), 1) % 100
+        signs = tokenizer.encode("+-")[sign]
+        return fields(tokenizer, signs, tens, ones, ";"), fields(
+            tokenizer, "=", balance // 10, balance % 10, ";"
+        )
+
+
+TASKS = {"addition": Addition, "ledger": Ledger}
 
 
 def fields(tokenizer, *parts) -> np.ndarray:
-    """Interleave digit arrays [n, m] and single characters to token ids [n, m * len(parts)]. Digits are ids 0 to 9."""
+    """Interleave id arrays [n, m] and single characters to tokens [n, m * len(parts)]. A digit's id is its value."""
     shape = next(p.shape for p in parts if not isinstance(p, str))
     columns = [np.full(shape, tokenizer.encode(p)[0]) if isinstance(p, str) else p for p in parts]
     return np.stack(columns, -1).reshape(shape[0], -1)
 
 
 def sample(task, tokenizer, rng, n: int, split: str, answer_len: int):
-    """n problems of one split: prompts int64 [n, P], answers int64 [n, answer_len], filled with EOS after their end."""
-    problems = task.problems(rng, 2 * n if split == TRAIN else 40 * n + 100)
-    problems = problems[split_of(problems) == split][:n]
-    prompts, answers = task.write(problems, tokenizer)
-    fill = np.full((len(answers), answer_len - answers.shape[1]), tokenizer.eos_id)
+    """n problems of a split: prompts int64 [n, P], answers int64 [n, answer_len] with EOS from their end on."""
+    found = []
+    while sum(map(len, found)) < n:
+        problems = task.problems(rng, 2 * n if split == "train" else 20 * n, training=split == "train")
+        code = split_of(problems)
+        found.append(problems[code >= 2 if split == "train" else code == SPLITS.index(split)])
+    prompts, answers = task.write(np.concatenate(found)[:n], tokenizer)
+    fill = np.full((n, answer_len - answers.shape[1]), tokenizer.eos_id)
     return prompts, np.concatenate((answers, fill), 1)
+
+
+def batches(task, tokenizer, rng, batch: int, answer_len: int, device):
+    """Endless training batches: tokens int64 [batch, P + answer_len], prompt lengths int64 [batch]."""
+    while True:
+        prompts, answers = sample(task, tokenizer, rng, batch, "train", answer_len)
+        tokens = torch.from_numpy(np.concatenate((prompts, answers), 1)).to(device, non_blocking=True)
+        yield tokens, torch.full((batch,), prompts.shape[1], device=device)
 
 
 # ---------------------------------------------------------------------------------------------------- training
 
 
-def fit(model, loss_of, batches, steps: int, lr: float, name: str):
-    """AdamW with warm-up and cosine decay; loss_of(tokens [B, L], P) -> scalar. Shows one bar; returns the model."""
+def fit(model, loss_of, data, steps: int, lr: float, name: str, probe: Callable[[], float], lr_floor=0.0):
+    """AdamW with warm-up and cosine decay. loss_of(*batch) -> scalar; probe() -> accuracy, shown in the bar."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * s / steps))
     )
-    bar = tqdm(range(steps), name, mininterval=1.0)
+    bar = tqdm(range(1, steps + 1), name, mininterval=0.5)
+    shown = {}
     model.train()
     for step in bar:
-        loss = loss_of(*next(batches))
+        loss = loss_of(*next(data))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         schedule.step()
-        if step % 50 == 49:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-    return model.eval()
-
-
-def batches(task, tokenizer, rng, batch: int, answer_len: int, device):
-    """Endless training batches: tokens int64 [batch, L], prompt lengths int64 [batch]."""
-    while True:
-        prompts, answers = sample(task, tokenizer, rng, batch, TRAIN, answer_len)
-        tokens = torch.from_numpy(np.concatenate((prompts, answers), 1)).to(device)
-        yield tokens, torch.full((batch,), prompts.shape[1], device=device)
+        if step % max(1, steps // 8) == 0:
+            model.eval()
+            shown["exact"] = f"{100 * probe():.0f}%"
+            model.train()
+        if step % 20 == 0:  # reading the loss is a synchronisation
+            bar.set_postfix(loss=f"{loss.item():.4f}", **shown)
+    return model.eval().requires_grad_(False)
 
 
 def autoregressive_loss(model, tokens, prompt_len):
     """Next-token cross-entropy of the answers."""
     P = int(prompt_len[0])
     logits = model.head(model.hidden(tokens[:, :-1])[:, P - 1 :])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, P:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, P:].flatten())
 
 
-def teacher_loss(model, tokens, prompt_len, generator=None):
-    """Masked-diffusion loss of the bidirectional teacher: one ratio t ~ U(0, 1) a row, stratified over the batch."""
+def teacher_loss(model, tokens, prompt_len):
+    """Masked-diffusion loss of the bidirectional teacher: a ratio t ~ U(0, 1) a row, stratified over the batch."""
     B, c = len(tokens), model.config
-    t = (torch.arange(B, device=tokens.device) + torch.rand(B, generator=generator, device=tokens.device)) / B
-    uniform = torch.rand(tokens.shape, generator=generator, device=tokens.device)
+    t = (torch.arange(B, device=tokens.device) + torch.rand(B, device=tokens.device)) / B
+    uniform = torch.rand(tokens.shape, device=tokens.device)
     noisy, masked, _ = d2f.corrupt(tokens, prompt_len, tokens.shape[1], t[:, None], c.mask_id, uniform)
     return d2f.masked_cross_entropy(d2f.align(model(noisy), c.shift), tokens, masked)
+
+
+# ----------------------------------------------------------------------------------------------- recipe and phases
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what a run of the D2F phases trains and measures."""
+
+    task: Addition | Ledger
+    block_size: int = 8
+    steps: tuple[int, int, int] = (700, 1800, 1000)  # autoregressive, teacher, student
+    lr: tuple[float, float, float] = (3e-3, 2e-3, 1e-3)
+    batch: int = 16
+    d_model: int = 64
+    n_layers: int = 3
+    n_heads: int = 2
+    rope_base: float = 100.0
+    from_scratch: bool = (
+        False  # LLaDA's way: no shift, and the teacher does not start from the autoregressive model
+    )
+    seed: int = 0
+
+    @property
+    def answer_len(self) -> int:
+        """Answer tokens up to the block boundary, at least one EOS among them."""
+        return -(-(4 * self.task.digits + 1) // self.block_size) * self.block_size
+
+    @property
+    def folder(self) -> str:
+        return f"{self.task.name}-{self.task.digits}"
+
+    def config(self, tokenizer, causal: bool) -> TransformerConfig:
+        return TransformerConfig(
+            vocab_size=tokenizer.n_tokens,
+            n_tokens=tokenizer.n_tokens,
+            mask_id=tokenizer.mask_id,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            d_model=self.d_model,
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_heads,
+            d_mlp=5 * self.d_model // 2,
+            rope_base=self.rope_base,
+            causal=causal,
+            shift=causal or not self.from_scratch,
+        )
+
+
+class Lab:
+    """One recipe at work: its tokenizer, device and output folder, and its phases in order."""
+
+    PHASES = ("autoregressive", "teacher", "student")
+
+    def __init__(self, recipe: Recipe, out: str, device: str, retrain=False, threads: int | None = None):
+        self.r, self.device, self.retrain, self.threads = recipe, device, retrain, threads
+        if threads:
+            torch.set_num_threads(threads)
+        self.tokenizer = CharTokenizer()
+        self.out = Path(out) / recipe.folder
+
+    def phase(self, name: str):
+        """The model of a phase: from its checkpoint when that was made by this recipe, else trained and saved."""
+        folder, recipe = self.out / name, asdict(self.r)
+        recipe = {
+            key: list(v) if isinstance(v, tuple) else v for key, v in recipe.items()
+        }  # as JSON gives it back
+        if not self.retrain and folder.exists():
+            if read_config(folder).get("recipe") == recipe:
+                print(f"{name}: reusing {folder}")
+                return load_checkpoint(folder, self.device)
+            print(f"{name}: {folder} was made by another recipe; training anew")
+        torch.manual_seed(self.r.seed)
+        started = time.perf_counter()
+        model = getattr(self, name)()
+        extra = dict(recipe=recipe, alphabet=self.tokenizer.alphabet, digits=self.r.task.digits)
+        extra.update(block_size=self.r.block_size, max_new_tokens=self.r.answer_len)
+        save_checkpoint(folder, model, **extra)
+        print(f"{name}: trained in {time.perf_counter() - started:.0f} s, saved in {folder}")
+        return model
+
+    def fit(self, model, loss_of, number: int, decode):
+        """Train phase `number` with its own stream of problems; decode(prompts, A) is what its bar's accuracy tests."""
+        r = self.r
+        rng = np.random.default_rng((r.seed, number))
+        data = batches(r.task, self.tokenizer, rng, r.batch, r.answer_len, self.device)
+        prompts, answers = self.problems("validation", 32)
+
+        def probe():
+            return exact(decode(list(prompts), r.answer_len).answers, answers, self.tokenizer).mean()
+
+        if self.threads is None and self.device == "cpu":
+            first = next(data)
+            fastest_threads(lambda: loss_of(*first).backward())
+        return fit(model, loss_of, data, r.steps[number], r.lr[number], self.PHASES[number], probe)
+
+    def problems(self, split: str, n: int):
+        rng = np.random.default_rng((self.r.seed, 100 + SPLITS.index(split)))
+        return sample(self.r.task, self.tokenizer, rng, n, split, self.r.answer_len)
+
+    def fresh(self, causal: bool):
+        return Transformer(self.r.config(self.tokenizer, causal)).init_weights().to(self.device)
+
+    def autoregressive(self):
+        model = self.fresh(causal=True)
+        decode = functools.partial(d2f.autoregressive_decode, model)
+        return self.fit(model, functools.partial(autoregressive_loss, model), 0, decode)
+
+    def teacher(self):
+        """Dream's way: start from the autoregressive weights and keep the shift. From scratch needs far more steps."""
+        model = self.fresh(causal=False)
+        if not self.r.from_scratch:
+            model.load_state_dict(self.phase("autoregressive").state_dict())
+        decode = functools.partial(d2f.cached_decode, model, cache="none", tau_conf=0.99)
+        return self.fit(model, functools.partial(teacher_loss, model), 1, decode)
+
+    def student(self):
+        teacher, model, k = self.phase("teacher"), self.fresh(causal=False), self.r.block_size
+        model.load_state_dict(teacher.state_dict())
+        decode = functools.partial(d2f.pipelined_decode, model, block_size=k)
+        return self.fit(model, lambda tokens, P: d2f.d2f_loss(model, teacher, tokens, P, k), 2, decode)
+
+
+# -------------------------------------------------------------------------------------------------- measurements
+
+
+def exact(answers, truth, tokenizer) -> np.ndarray:
+    """bool [n]: is the whole answer right, up to and including its EOS. truth int64 [n, A]."""
+    return np.array([a == d2f.cut(t, tokenizer.eos_id) for a, t in zip(answers, truth, strict=True)])
+
+
+@dataclass
+class Row:
+    """One line of a table: a decoder with its settings, and what was measured of it."""
+
+    name: str
+    decode: Callable  # (prompts, max_new_tokens) -> Decoded
+    exact: float = 0.0
+    tokens: float = 0.0  # answer tokens, mean
+    forwards: float = 0.0  # mean per problem
+    speed: float = 0.0  # answer tokens a second at batch 1, median over problems
+
+    def measure(self, prompts, answers, tokenizer, group: int = 50):
+        """Accuracy, answer tokens and forwards over all problems, decoded in batches of `group`."""
+        right, tokens, forwards = [], [], []
+        for i in range(0, len(prompts), group):
+            out = self.decode(list(prompts[i : i + group]), answers.shape[1])
+            right.extend(exact(out.answers, answers[i : i + group], tokenizer))
+            tokens.extend(map(len, out.answers))
+            forwards.extend(out.row_forwards)
+        self.exact, self.tokens, self.forwards = (float(np.mean(x)) for x in (right, tokens, forwards))
+        return self
+
+
+def time_rows(rows: list[Row], prompts, answer_len: int, device: str):
+    """Answer tokens a second of every row, at batch 1: in turn on each problem, so that noise falls on all alike."""
+    times = {id(row): [] for row in rows}
+    for i, prompt in enumerate(tqdm([prompts[0], *prompts], "speed", mininterval=0.5)):
+        for row in rows:
+            started = time.perf_counter()
+            out = row.decode([prompt], answer_len)
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            if i > 0:  # the first round warms up
+                times[id(row)].append(len(out.answers[0]) / (time.perf_counter() - started))
+    for row in rows:
+        row.speed = statistics.median(times[id(row)])
+
+
+def tune(name: str, settings: list[dict], decode, prompts, answers, tokenizer) -> tuple[str, Callable]:
+    """Choose settings on validation problems: the fewest forwards within one point of the best accuracy.
+
+    decode(prompts, A, **setting). Returns the row's name with the chosen setting written out, and the decoder.
+    """
+    rows = [Row(name, functools.partial(decode, **s)).measure(prompts, answers, tokenizer) for s in settings]
+    best = max(row.exact for row in rows)
+    i = min((i for i, row in enumerate(rows) if row.exact >= best - 0.01), key=lambda i: rows[i].forwards)
+    return f"{name} ({', '.join(f'{k} {v}' for k, v in settings[i].items())})", rows[i].decode
+
+
+def fastest_threads(work: Callable[[], object]) -> int:
+    """1 or 2 CPU threads, whichever runs work() faster here; sets it. Tiny tensors are often slower on two."""
+    took = {}
+    for n in (1, 2, 1, 2):
+        torch.set_num_threads(n)
+        work()
+        started = time.perf_counter()
+        work()
+        took[n] = min(took.get(n, math.inf), time.perf_counter() - started)
+    torch.set_num_threads(min(took, key=took.get))
+    return torch.get_num_threads()
+
+
+@torch.inference_mode()
+def network_share(model, decode, prompts) -> float:
+    """Share of the wall time of decode(prompt), at batch 1, that passes inside the network. Syncs a CUDA device."""
+    inside, stock = [0.0], {name: getattr(model, name) for name in ("hidden", "head")}
+
+    def timed(call):
+        def run(*args):
+            started = time.perf_counter()
+            out = call(*args)
+            if out.device.type == "cuda":
+                torch.cuda.synchronize()
+            inside[0] += time.perf_counter() - started
+            return out
+
+        return run
+
+    decode(prompts[:1])
+    for name, call in stock.items():
+        setattr(model, name, timed(call))
+    try:
+        started = time.perf_counter()
+        for prompt in prompts:
+            decode([prompt])
+        return inside[0] / (time.perf_counter() - started)
+    finally:
+        for name in stock:
+            delattr(model, name)
+
+
+# ------------------------------------------------------------------------------------------------------ the table
+
+
+def d2f_rows(lab: Lab, ar, teacher, student, n_validation: int) -> list[Row]:
+    """The decoders that the paper compares, their thresholds chosen on validation problems."""
+    k, A, part = lab.r.block_size, lab.r.answer_len, functools.partial
+    grid = [dict(tau_conf=c) for c in (0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995)]
+    prompts, answers = lab.problems("validation", n_validation)
+    vanilla = part(d2f.vanilla_decode, teacher)
+    pipelined = part(d2f.pipelined_decode, student)
+
+    def tuned(name, decode, **choices):
+        settings = grid
+        for key, values in choices.items():
+            settings = [{key: v, **s} for v in values for s in settings]
+        print(f"choosing settings: {name}")
+        return Row(*tune(name, settings, decode, prompts, answers, lab.tokenizer))
+
+    cached = part(d2f.cached_decode, teacher)
+    larger = [k * m for m in (2, 4) if k * m <= A]
+    return [
+        Row("autoregressive, KV cache", part(d2f.autoregressive_decode, ar)),
+        Row("teacher, vanilla, one token a step", vanilla),
+        Row("teacher, vanilla, half the steps", part(vanilla, steps=max(1, A // 2))),
+        Row("teacher, vanilla, a quarter of the steps", part(vanilla, steps=max(1, A // 4))),
+        tuned("teacher, threshold-parallel, no cache", part(cached, cache="none")),
+        tuned("teacher, Fast-dLLM prefix cache", part(cached, cache="prefix"), block_length=(2 * k, 4 * k)),
+        tuned("teacher, Fast-dLLM dual cache", part(cached, cache="dual"), block_length=(2 * k, 4 * k)),
+        Row(
+            "teacher under the block-causal mask",
+            part(d2f.pipelined_decode, teacher, block_size=k, tau_conf=0.99),
+        ),
+        tuned("D2F, one block at a time", part(pipelined, block_size=k, tau_add=1.0)),
+        tuned(f"D2F, pipelined, k {k}", part(pipelined, block_size=k), tau_act=(0.5, 0.95)),
+        tuned("D2F, pipelined, larger blocks", pipelined, block_size=larger or [k], tau_act=(0.5, 0.95)),
+    ]
+
+
+def d2f_table(rows: list[Row], title: str) -> str:
+    """The table in Markdown: each row against the autoregressive and the vanilla one (rows 0 and 1)."""
+    head = "method|exact match|answer tokens|forwards|tokens per forward|tokens/s|x autoregressive|x vanilla"
+    lines = [title, "", f"|{head}|", "|" + "---|" * (head.count("|") + 1)]
+    for r in rows:
+        cells = f"{r.name}|{100 * r.exact:.1f}%|{r.tokens:.1f}|{r.forwards:.1f}|{r.tokens / r.forwards:.1f}"
+        lines.append(f"|{cells}|{r.speed:.0f}|{r.speed / rows[0].speed:.2f}|{r.speed / rows[1].speed:.1f}|")
+    return "\n".join(lines)
+
+
+def d2f_claims(rows: list[Row]) -> str:
+    """What the paper claims, in the table's own figures, each with the bound that this project sets itself."""
+    ar, vanilla, undistilled, single, same_k = rows[0], rows[1], rows[7], rows[8], rows[9]
+    best = max(rows[9:], key=lambda r: r.speed)
+    near = [r for r in rows[:7] if r.exact >= best.exact - 0.02]
+    rival = max(near, key=lambda r: r.speed) if near else ar
+    claims = [
+        ("autoregressive, exact match", ar.exact, 0.98),
+        ("teacher, vanilla, exact match", vanilla.exact, 0.97),
+        ("D2F minus teacher, exact match", best.exact - vanilla.exact, -0.02),
+        ("D2F, tokens/s over autoregressive", best.speed / ar.speed, 3.5),
+        ("D2F, tokens/s over vanilla", best.speed / vanilla.speed, 10),
+        ("D2F, tokens per forward", best.tokens / best.forwards, 5),
+        ("D2F minus undistilled teacher, exact match", best.exact - undistilled.exact, 0.2),
+        ("one block at a time over pipelined, forwards", single.forwards / same_k.forwards, 1 / 0.7),
+        (
+            f"D2F, tokens/s over the fastest other row within 2 points ({rival.name})",
+            best.speed / rival.speed,
+            1,
+        ),
+    ]
+    met = [
+        f"{'met    ' if value >= bound else 'NOT MET'} {name}: {value:.2f} (at least {bound:.2f})"
+        for name, value, bound in claims
+    ]
+    return "\n".join(met)
+
+
+def machine(device: str) -> str:
+    """The line above a table: hardware, threads, versions."""
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name()
+    else:
+        info = Path("/proc/cpuinfo")
+        names = (
+            [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+        )
+        name = names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
+        name += f", {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{name}; torch {torch.__version__}"
+
+
+def write_text(path: Path, text: str):
+    """Write a file under a temporary name, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile: bool):
+    """Evaluate the three models of a recipe and print, and write, their table."""
+    ar, teacher, student = (lab.phase(name) for name in Lab.PHASES)
+    rows = d2f_rows(lab, ar, teacher, student, n_validation)
+    prompts, answers = lab.problems("test", n_accuracy)
+    for row in tqdm(rows, "accuracy", mininterval=0.5):
+        row.measure(prompts, answers, lab.tokenizer)
+    A, k = lab.r.answer_len, lab.r.block_size
+    pipelined = functools.partial(d2f.pipelined_decode, student, max_new_tokens=A, block_size=k)
+    if lab.threads is None and lab.device == "cpu":
+        fastest_threads(lambda: [pipelined([p]) for p in prompts[:5]])
+    time_rows(rows, prompts[:n_speed], A, lab.device)
+    r = lab.r
+    title = (
+        f"{r.task}: prompt {prompts.shape[1]}, answer {A} positions in blocks of {k}; {student.n_parameters():,} "
+        f"parameters; exact match on {n_accuracy} held-out problems, tokens/s at batch 1, median of {n_speed}; "
+        f"{machine(lab.device)}"
+    )
+    text = d2f_table(rows, title) + "\n\n" + d2f_claims(rows)
+    print(f"\n{text}\n")
+    write_text(lab.out / "table.md", text + "\n")
+    if profile:
+        outside = 1 - network_share(student, pipelined, list(prompts[:n_speed]))
+        print(f"pipelined step, batch 1: {100 * outside:.0f}% of the time is outside the network")
+
+
+# ------------------------------------------------------------------------------------------------------- main
+
+
+def parse_args(argv=None):
+    p = argparse.ArgumentParser(
+        description="Train tiny D2F models and print the table of the paper's claims.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--task", choices=TASKS, default="addition", help="what the models learn")
+    p.add_argument(
+        "--digits", type=int, default=23, help="digits (addition) or entries (ledger) of a problem"
+    )
+    p.add_argument(
+        "--carry", type=float, default=0.25, help="addition: how often a digit pair is forced to sum to 9"
+    )
+    p.add_argument("--block-size", type=int, default=8, help="k, positions per block in training")
+    p.add_argument("--steps", type=int, nargs=3, help="training steps of the three phases")
+    p.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="LLaDA's way: a teacher without shift, not started from the autoregressive model",
+    )
+    p.add_argument("--only", choices=(*Lab.PHASES, "table"), help="run one phase (and what it needs)")
+    p.add_argument("--retrain", action="store_true", help="train again what is already in --out")
+    p.add_argument(
+        "--quick", action="store_true", help="everything at toy scale in under a minute: a first look"
+    )
+    p.add_argument("--profile", action="store_true", help="also print the share of time outside the network")
+    p.add_argument("--out", default="out", help="folder of checkpoints and tables")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--threads", type=int, help="CPU threads (default: measured, the faster of 1 and 2)")
+    p.add_argument("--seed", type=int, default=0)
+    return p.parse_args(argv)
+
+
+def recipe_of(args) -> Recipe:
+    """The recipe that the command line asks for; a larger model and batch on a GPU."""
+    if args.digits < 1 or args.block_size < 1:
+        raise ValueError(
+            f"--digits is {args.digits} and --block-size {args.block_size}; both must be at least 1"
+        )
+    if not 0 <= args.carry <= 1:
+        raise ValueError(f"--carry is {args.carry}; it must be between 0 and 1")
+    task = Ledger(args.digits) if args.task == "ledger" else Addition(args.digits, args.carry)
+    r = Recipe(task, args.block_size, from_scratch=args.from_scratch, seed=args.seed)
+    if args.digits > 30:  # longer distances need finer positions
+        r = replace(r, rope_base=200.0)
+    if args.device.startswith("cuda"):
+        r = replace(r, batch=128, d_model=128, n_layers=4, n_heads=4)
+    if args.quick:
+        r = replace(r, task=replace(task, digits=3), block_size=4, steps=(60, 60, 40))
+    return replace(r, steps=tuple(args.steps)) if args.steps else r
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        r = recipe_of(args)
+        out = f"{args.out}/quick" if args.quick else args.out
+        lab = Lab(r, out, args.device, args.retrain, args.threads)
+        n = (
+            dict(n_accuracy=20, n_speed=3, n_validation=10)
+            if args.quick
+            else dict(n_accuracy=200, n_speed=50, n_validation=100)
+        )
+        if args.only in Lab.PHASES:
+            lab.phase(args.only)
+        else:
+            d2f_job(lab, **n, profile=args.profile)
+    except ValueError as e:
+        sys.exit(str(e))
+    except KeyboardInterrupt:
+        sys.exit(
+            f"\ninterrupted: finished phases are kept in {args.out}; the same command goes on from there"
+        )
+
+
+if __name__ == "__main__":
+    main()

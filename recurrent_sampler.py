@@ -1,0 +1,632 @@
+"""The wavefront sampler for recurrent-depth models (arXiv 2510.14961), from the training loss to the parallel
+decoder.
+
+In order: the training loss, what all samplers share, the samplers that the paper compares (autoregressive at
+a fixed number of recurrences, adaptive compute, self-speculative), the wavefront (Algorithms 1 and 2), a
+demo. Expected results: the second table in README.md, printed by `python train_tiny.py`.
+
+Symbols: P prelude, R one recurrence, C coda; e = P(y) the embedded tokens, z the latent states; r recurrences
+of a whole forward, r' (`inner`) those of one sampler step; delta distance of a state to itself one step
+earlier; eps (tau) its threshold; eta momentum of e; beta noise in z; W the largest wavefront; h headway.
+
+Where the released code and the text differ, the default is the released code:
+- the wave freezes up to the LAST position with delta < eps (Algorithm 2); `freeze="prefix"` is the paper's
+  equation, which also asks it of every position before;
+- a settled position's own prediction stays open until the position behind it settles too;
+- the prompt runs r recurrences first and its next token is frozen from the start;
+- a position that is new to the wave has no earlier e: it enters as (1 - eta) P(y).
+Where the released code is mistaken, we are not, but `released_alignment=True` is, for the reference vectors:
+- after a freeze it compares each state with the previous state of ANOTHER position;
+- its fixed exit waits two steps longer than Algorithm 1, so r' = r is not autoregressive decoding;
+- it opens positions behind the end of the answer.
+Further: with W = 1 the released wave can never move; ours then is adaptive compute, as the paper says. An EOS
+ends its row as soon as it is frozen (released: only after r steps). Several prompts may run as one batch.
+
+The network runs on the device. The book - a token buffer and a few integers per row - is kept on the host in
+numpy: one synchronisation a step, and an operation on a few dozen numbers costs a fifth of what it would in
+torch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+# ---------------------------------------------------------------------- training (arXiv 2502.05171, Sec. 3.3)
+
+
+def sample_recurrences(mean: float, n: int = 1, generator=None) -> torch.Tensor:
+    """Numbers of recurrences to train with, int64 [n]: 1 + Poisson(tau), log tau ~ Normal(log(mean) - 1/8,
+    1/2).
+
+    Mean: mean + 1. Variance: mean + mean^2 (e^(1/4) - 1).
+    """
+    tau = torch.exp(torch.randn(n, generator=generator) / 2 + math.log(mean) - 0.125)
+    return torch.poisson(tau, generator=generator).long() + 1
+
+
+def training_loss(model, tokens, labels, r: int, k: int, state=None):
+    """Cross-entropy after r recurrences, with gradients through the last k of them only (truncated
+    backpropagation).
+
+    tokens, labels: int64 [B, T]; labels[:, i] follows tokens[:, i], -100 is not scored. state: s_0 [B, T, d],
+    else random. P is reached through the input that each of the last k recurrences is given.
+    """
+    w = model.window(tokens.shape[1])
+    e = model.embed(tokens, w)  # (B, T, d)
+    z = model.initial_state(*tokens.shape) if state is None else state
+    with torch.no_grad():
+        for _ in range(r - k):
+            z = model.recur(z, e, w)
+    for _ in range(min(r, k)):
+        z = model.recur(z, e, w)
+    return F.cross_entropy(model.decode(z, w).flatten(0, 1), labels.flatten())
+
+
+# ------------------------------------------------------------------------------------ what all samplers share
+
+
+@dataclass
+class Sampling:
+    """How tokens are chosen and states begin. temperature 0 is argmax.
+
+    init_scale multiplies the random initial states; 0 begins with zeros. Row b of a batch draws from seed +
+    b, so what it becomes does not depend on the rows beside it.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    init_scale: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        check(self.temperature >= 0, f"temperature is {self.temperature}; it must be at least 0")
+        check(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        check(self.init_scale >= 0, f"init_scale is {self.init_scale}; it must be at least 0")
+
+
+@dataclass
+class Step:
+    """What one step did, handed to `watch`. Arrays are live: copy what you keep.
+
+    [b] are the rows still decoding.
+    """
+
+    rows: np.ndarray  # [b] index of each row in the list of prompts
+    tokens: np.ndarray  # [b, L + 1] after this step: frozen, then provisional ones
+    prompt_len: np.ndarray  # [b]
+    start: np.ndarray  # [b] the step ran over positions [start, stop)
+    stop: np.ndarray  # [b]
+    n_before: np.ndarray  # [b] tokens [0, n_before) were frozen before the step,
+    n_frozen: np.ndarray  # [b] tokens [0, n_frozen) are after it
+    recurrences: int | np.ndarray  # recurrences of this step (adaptive: of each row)
+    n_open: np.ndarray | None = None  # [b] wavefront: positions [n_frozen - 1, n_open) run next
+    spent: np.ndarray | None = None  # [b, L + 1] wavefront: recurrences spent on each position so far
+    distance: np.ndarray | None = None  # [b, stop - start] delta, not a number where nothing was compared
+
+
+@dataclass
+class Decoded:
+    """Answers up to and including their first EOS, and what they cost."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    steps: int = 0  # calls of P and C, the prompt's included
+    core_passes: int = 0  # calls of R
+    positions: int = 0  # positions that went through R, summed over its calls
+    cache_bytes: int = 0
+    core_cache_bytes: int = 0  # the part that the shared cache makes independent of r
+    mean_wave: float = 0.0  # positions a step and row, the prompt's step not counted
+    max_wave: int = 0
+
+
+Watch = Callable[[Step], None]
+
+
+def check(fine: bool, message: str):
+    if not fine:
+        raise ValueError(message)
+
+
+def check_prompts(prompts, max_new_tokens: int, config) -> list[np.ndarray]:
+    """Prompts (token ids; one prompt or a list) as int arrays; ValueError for what cannot be decoded."""
+    check(len(prompts) > 0, "the batch is empty: give at least one prompt")
+    check(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    prompts = [np.asarray(p) for p in ([prompts] if np.ndim(prompts[0]) == 0 else prompts)]
+    for b, p in enumerate(prompts):
+        check(
+            p.ndim == 1 and len(p) > 0,
+            f"prompt {b} has shape {p.shape}; a prompt is a row of at least 1 token",
+        )
+        check(p.dtype.kind in "iu", f"prompt {b} has dtype {p.dtype}; token ids are integers")
+        known = f"this model knows 0 to {config.n_tokens - 1}"
+        check(
+            0 <= p.min() <= p.max() < config.n_tokens, f"prompt {b} holds ids {p.min()} to {p.max()}; {known}"
+        )
+        room = f"together at most {config.max_len}"
+        check(
+            len(p) + max_new_tokens <= config.max_len,
+            f"prompt {b} has {len(p)} tokens and max_new_tokens is {max_new_tokens}; {room}",
+        )
+    return prompts
+
+
+class Book:
+    """The host's side of a decode: token buffer, lengths and the calls of the network. Rows that are done
+    leave it.
+
+    tokens int64 [B, L + 1]; prompt_len, end, n, rows int64 [B]: the answer's bounds, how many tokens are
+    frozen, and the row's index in the caller's list. states [B, L + 1, d], on the device: the latent state of
+    every position, initial states to begin with, so that opening a position costs nothing. Position L takes
+    what pads short rows.
+    """
+
+    def __init__(self, model, prompts, max_new_tokens, sampling, watch, n_slots=1, whole_context=False):
+        self.model, self.c, self.watch, self.s = model, model.config, watch, sampling or Sampling()
+        check(n_slots >= 1, f"the cache has {n_slots} slots for recurrences; it needs at least 1")
+        prompts = check_prompts(prompts, max_new_tokens, self.c)
+        self.prompt_len = np.array([len(p) for p in prompts])
+        self.end = self.prompt_len + max_new_tokens
+        self.limit = (
+            np.full_like(self.end, self.c.max_len) if whole_context else self.end
+        )  # of the positions of a row
+        self.n, self.rows, self.L = self.prompt_len.copy(), np.arange(len(prompts)), int(self.limit.max())
+        self.tokens = np.full((len(prompts), self.L + 1), self.c.pad_id, np.int64)
+        for row, prompt in zip(self.tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        self.generators = [torch.Generator().manual_seed(self.s.seed + b) for b in range(len(prompts))]
+        self.states = self.draw_states(self.limit, self.L + 1) * self.s.init_scale
+        self.cache = model.new_cache(len(prompts), self.L, n_slots)
+        self.per_row = ["prompt_len", "end", "limit", "n", "rows", "tokens", "states"]
+        self.banned = torch.zeros(self.c.vocab_size, device=model.device)
+        self.banned[self.c.n_tokens :] = float("-inf")
+        if self.c.pad_id != self.c.eos_id:
+            self.banned[self.c.pad_id : self.c.pad_id + 1] = float("-inf")
+        share = self.c.n_core * n_slots / len(self.cache.k)
+        self.out = Decoded([[]] * len(prompts), cache_bytes=self.cache.nbytes)
+        self.out.core_cache_bytes = round(share * self.cache.nbytes)
+        self.row_steps = 0
+
+    def draw_states(self, counts, width: int):
+        """Random states [B, width, d]: row b draws counts[b] of them from its own generator, zeros behind."""
+        z = torch.zeros(len(counts), width, self.c.d_model, device=self.model.device, dtype=self.model.dtype)
+        for row, n, generator in zip(z, counts, self.generators, strict=True):
+            row[:n] = self.model.initial_state(1, int(n), generator)[0]
+        return z
+
+    def open(self, start, stop):
+        """Open the window [start, stop) of each row, int [B] each: its tokens [B, T] on the device, and the
+        window.
+
+        Sets inside (bool [B, T], True = no padding) and index (the window's place in tensors like states).
+        """
+        self.start, self.stop, length = start, stop, int((stop - start).max())
+        self.inside = np.arange(length) < (stop - start)[:, None]
+        if (start == start[0]).all() and (stop == stop[0]).all():
+            where = int(start[0])
+            tokens = self.tokens[:, where : where + length]
+        else:
+            where = self.positions()
+            tokens = np.take_along_axis(self.tokens, where, 1)
+        window = self.model.window(length, where, self.cache)
+        self.index = (slice(None) if isinstance(where, int) else self.cache.rows), self.cache.at
+        return torch.from_numpy(tokens).to(self.model.device), window
+
+    def positions(self):
+        """int [B, T]: the positions of the open window, L where a short row is padded."""
+        return np.where(self.inside, self.start[:, None] + np.arange(self.inside.shape[1]), self.L)
+
+    def recur(self, z, e, window, r: int):
+        """r recurrences of the open window, counted."""
+        for i in range(r):
+            z = self.model.recur(z, e, window, i)
+        self.out.core_passes += r
+        self.out.positions += r * int(self.inside.sum())
+        return z
+
+    def run(self, start, stop, r: int, last=None):
+        """A whole forward over [start, stop): P, r recurrences of initial states, C; see `model.decode`."""
+        tokens, window = self.open(start, stop)
+        z = self.recur(self.states[self.index], self.model.embed(tokens, window), window, r)
+        self.out.steps += 1
+        return self.model.decode(z, window, last)
+
+    def prefill(self, r: int):
+        """The prompt's forward, and the first token of each answer."""
+        check(r >= 1, f"r is {r}; at least 1 recurrence is needed")
+        logits = self.run(np.zeros_like(self.n), self.prompt_len, r, self.prompt_len - 1)
+        self.append(self.choose(logits, 1)[0][:, 0], r)
+
+    def choose(self, logits, counts, distance=None):
+        """Tokens of logits [B, T, V], and the distances [B, T] beside them, to the host: the one
+        synchronisation.
+
+        counts: how many of each row's T positions are real, int or int [B]. Returns int64 [B, T], float [B,
+        T] or None.
+        """
+        logits = logits.float() + self.banned
+        token = logits.argmax(-1) if self.s.temperature == 0 else self.draw(logits, counts)
+        if distance is None:
+            return token.cpu().numpy(), None
+        token, distance = torch.stack((token.double(), distance.double())).cpu().numpy()
+        return token.astype(np.int64), distance
+
+    def draw(self, logits, counts):
+        """One token for each of logits [B, T, V]: the inverse cumulative distribution at uniform draws."""
+        B, T, _ = logits.shape
+        uniform = torch.zeros(B, T, 1)
+        for row, n, generator in zip(uniform, np.broadcast_to(counts, B), self.generators, strict=True):
+            row[:n] = torch.rand(int(n), 1, generator=generator)
+        p, token = (logits / self.s.temperature).softmax(-1).sort(-1, descending=True)
+        before = p.cumsum(-1) - p
+        total = torch.where(before < self.s.top_p, p, 0.0).cumsum(-1)  # the token that crosses top_p is kept
+        which = torch.searchsorted(total, uniform.to(total) * total[..., -1:], right=True)
+        return token.gather(-1, which.clamp(max=p.shape[-1] - 1))[..., 0]
+
+    def append(self, token, recurrences):
+        """Freeze one more token [B] a row."""
+        self.tokens[np.arange(len(token)), self.n] = token
+        self.advance(self.n + 1, recurrences)
+
+    def advance(self, n, recurrences, **seen):
+        """Freeze tokens [0, n) of each row, n int [B]. The cache commits by moving this number."""
+        before, self.n = self.n, n
+        if self.out.steps > 1:
+            sizes = self.stop - self.start
+            self.row_steps += len(sizes)
+            self.out.mean_wave += (sizes.sum() - len(sizes) * self.out.mean_wave) / self.row_steps
+            self.out.max_wave = max(self.out.max_wave, int(sizes.max()))
+        if self.watch:
+            live = self.rows, self.tokens, self.prompt_len, self.start, self.stop
+            self.watch(Step(*live, before, n, recurrences, **seen))
+
+    def unfinished(self, stop=False) -> bool:
+        """Take out the rows whose answer is full or holds a frozen EOS (with stop: all). Are any left?"""
+        column = np.arange(self.L + 1)
+        answer = (column >= self.prompt_len[:, None]) & (column < np.minimum(self.n, self.end)[:, None])
+        done = (self.n >= self.end) | ((self.tokens == self.c.eos_id) & answer).any(1) | stop
+        if not done.any():
+            return True
+        for b in np.flatnonzero(done):
+            self.out.answers[self.rows[b]] = cut(self.tokens[b][answer[b]], self.c.eos_id)
+        keep = np.flatnonzero(~done)
+        if len(keep):
+            self.generators = [self.generators[b] for b in keep]
+            self.cache.keep(keep)
+            for name in self.per_row:
+                setattr(self, name, getattr(self, name)[keep])
+        return len(keep) > 0
+
+
+def cut(answer, eos_id: int) -> list[int]:
+    """The answer up to and including its first EOS."""
+    ends = np.flatnonzero(answer == eos_id)
+    return [int(t) for t in (answer[: ends[0] + 1] if len(ends) else answer)]
+
+
+def relative_distance(z, before):
+    """delta = ||z - before|| / ||z|| of states [B, T, d] -> float32 [B, T]."""
+    z, before = z.float(), before.float()
+    return torch.linalg.vector_norm(z - before, dim=-1) / torch.linalg.vector_norm(z, dim=-1)
+
+
+# ----------------------------------------------------------------------------- the samplers it is compared to
+
+
+@torch.inference_mode()
+def autoregressive_decode(
+    model,
+    prompts,
+    max_new_tokens: int,
+    r: int = 32,
+    n_slots: int = 1,
+    sampling=None,
+    watch: Watch | None = None,
+) -> Decoded:
+    """One token a forward of r recurrences.
+
+    n_slots of the core's KV cache: 1 is shared (a recurrence overwrites the one before), r is full.
+    """
+    book = Book(model, prompts, max_new_tokens, sampling, watch, n_slots)
+    book.prefill(r)
+    while book.unfinished():
+        logits = book.run(book.n - 1, book.n, r)
+        book.append(book.choose(logits, 1)[0][:, 0], r)
+    return book.out
+
+
+@torch.inference_mode()
+def adaptive_decode(
+    model,
+    prompts,
+    max_new_tokens: int,
+    r: int = 32,
+    eps: float = 0.03,
+    prefill_exit: bool = True,
+    sampling=None,
+    watch: Watch | None = None,
+) -> Decoded:
+    """One token a forward, which ends when the state has settled (delta < eps) and after r recurrences at the
+    latest.
+
+    The prompt ends by the mean delta of its positions, or runs r recurrences without prefill_exit. Shared
+    cache. Rows of a batch leave a forward at their own time.
+    """
+    check(eps >= 0, f"eps is {eps}; it must be at least 0")
+    book = Book(model, prompts, max_new_tokens, sampling, watch)
+    if not prefill_exit:
+        book.prefill(r)
+    while book.unfinished():
+        first = (book.n == book.prompt_len).all()
+        tokens, window = book.open(np.zeros_like(book.n) if first else book.n - 1, book.n)
+        z, spent = settle(book, model.embed(tokens, window), window, r, eps)
+        book.out.steps += 1
+        last = book.stop - book.start - 1
+        book.append(book.choose(model.decode(z, window, last), 1)[0][:, 0], spent)
+    return book.out
+
+
+def settle(book, e, window, r: int, eps: float):
+    """Recurrences of the open window until each row's mean delta is below eps: states [B, T, d], number [B].
+
+    A row that has settled keeps its state; what it computes further goes to the cache's scrap position.
+    """
+    cache, z = book.cache, book.states[book.index]
+    running, spent = np.ones(len(e), bool), np.zeros(len(e), np.int64)
+    at, n_keys = cache.at, cache.n_keys
+    while running.any() and spent.max() < r:
+        new = book.recur(z, e, window, 1)
+        delta = relative_distance(new, z).cpu().numpy()
+        z = (
+            new
+            if running.all()
+            else torch.where(torch.from_numpy(running).to(z.device)[:, None, None], new, z)
+        )
+        spent += running
+        settled = np.where(book.inside, delta, 0).sum(1) / book.inside.sum(1) < eps
+        if (running & settled).any():
+            running &= ~settled
+            elsewhere = np.where(running[:, None], book.positions(), book.L)
+            cache.open(torch.from_numpy(elsewhere).to(z.device), n_keys)
+    cache.open(at, n_keys)
+    return z, spent
+
+
+@torch.inference_mode()
+def speculative_decode(
+    model,
+    prompts,
+    max_new_tokens: int,
+    r: int = 32,
+    draft_r: int = 4,
+    lookahead: int = 4,
+    threshold: float = 1.0,
+    sampling=None,
+    watch: Watch | None = None,
+) -> Decoded:
+    """Draft `lookahead` tokens with draft_r recurrences each, verify them in one forward of r (greedy only).
+
+    Tokens are kept while p(draft) >= threshold * max p; the first that is not is replaced. With threshold 1
+    the output is autoregressive_decode's at r with the full cache, which this sampler uses: with the shared
+    one, a position would see its neighbour's K/V of another recurrence in the verification than in decoding.
+    """
+    check(1 <= draft_r <= r, f"draft_r is {draft_r}; it must be between 1 and r = {r}")
+    check(lookahead >= 1, f"lookahead is {lookahead}; it must be at least 1")
+    check(0 < threshold <= 1, f"threshold is {threshold}; it must be above 0 and at most 1")
+    book = Book(model, prompts, max_new_tokens, sampling, watch, n_slots=r)
+    check(book.s.temperature == 0, f"temperature is {book.s.temperature}; speculative decoding is greedy")
+    book.prefill(r)
+    while book.unfinished():
+        n, draft = book.n, []
+        for i in range(lookahead):
+            here = np.minimum(n + i, book.end)
+            draft.append(book.choose(book.run(here - 1, here, draft_r), 1)[0])
+            book.tokens[np.arange(len(n)), here] = draft[-1][:, 0]
+        verify(book, n, np.concatenate(draft, 1), r, threshold)
+    return book.out
+
+
+def verify(book, n, draft, r: int, threshold: float):
+    """One forward of r over drafts [B, lookahead] that follow n [B] tokens; freezes what it accepts."""
+    stop = np.minimum(n - 1 + draft.shape[1], book.end - 1)  # behind the answer's end nothing is needed
+    logits = book.run(n - 1, stop, r) + book.banned
+    draft = draft[:, : logits.shape[1]]
+    mine = logits.gather(-1, torch.from_numpy(draft).to(logits.device)[..., None])[..., 0]
+    best = logits.max(-1)
+    accepted = (mine >= best.values + math.log(threshold)).cpu().numpy() & book.inside
+    count = np.logical_and.accumulate(accepted, 1).sum(1)
+    taken = np.minimum(count + 1, stop - n + 1)  # the first rejected draft is replaced by the verified token
+    tokens = np.where(np.arange(draft.shape[1]) < count[:, None], draft, best.indices.cpu().numpy())
+    for b, t in enumerate(taken):
+        book.tokens[b, n[b] : n[b] + t] = tokens[b, :t]
+    book.advance(n + taken, r)
+
+
+# ------------------------------------------------------------------------- the wavefront (Algorithms 1 and 2)
+
+
+@dataclass
+class Wave:
+    """Settings of the wavefront, with the paper's defaults.
+
+    exit: "distance" (delta < eps), "fixed" (after r recurrences, Algorithm 1), "stability" (a token that was
+    predicted again in more than r // inner steps). freeze: "last" or "prefix", see the top of this file.
+    noise: how beta falls with the recurrences n spent on a position: "linear" beta / (1 + n), "sqrt" the same
+    with square roots of the weights, "constant". continuous: a new position starts from its left neighbour's
+    state.
+    """
+
+    inner: int = 4
+    exit: str = "distance"
+    freeze: str = "last"
+    eps: float = 0.03
+    eta: float = 0.1
+    beta: float = 0.0
+    noise: str = "linear"
+    max_wave: int = 128
+    headway: int = 1
+    continuous: bool = False
+    released_alignment: bool = False
+    max_steps: int = 4096
+
+    def __post_init__(self):
+        for name, known in (
+            ("exit", ("distance", "fixed", "stability")),
+            ("freeze", ("last", "prefix")),
+            ("noise", ("linear", "sqrt", "constant")),
+        ):
+            check(
+                getattr(self, name) in known, f"{name} {getattr(self, name)!r} is unknown; known are {known}"
+            )
+        for name in ("inner", "max_wave", "headway", "max_steps"):
+            check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("eta", "beta"):
+            check(
+                0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; it must be between 0 and 1"
+            )
+        check(self.eps >= 0, f"eps is {self.eps}; it must be at least 0")
+
+
+@torch.inference_mode()
+def wavefront_decode(
+    model,
+    prompts,
+    max_new_tokens: int,
+    wave: Wave | None = None,
+    r: int = 32,
+    n_slots: int = 1,
+    sampling=None,
+    watch: Watch | None = None,
+) -> Decoded:
+    """Algorithms 1 and 2: every open position is refined by r' recurrences a step, while new ones open
+    behind.
+
+    Row b has n[b] frozen tokens and works on positions [n - 1, n_open): the last frozen token and those
+    behind it. The output of position p proposes token p + 1. r: recurrences of the prompt and of the fixed
+    exit. Stops a row at its first frozen EOS, at max_new_tokens, and all after max_steps with what is frozen
+    by then.
+    """
+    s = wave or Wave()
+    book = Book(model, prompts, max_new_tokens, sampling, watch, n_slots, s.released_alignment)
+    book.prefill(r)
+    start_wave(book)
+    left = book.unfinished()
+    for _ in range(s.max_steps):
+        if not left:
+            break
+        tokens, window = book.open(book.n - 1, book.n_open)
+        e = s.eta * book.momentum[book.index] + (1 - s.eta) * model.embed(tokens, window)
+        before, compared = previous_states(book, s)
+        z = book.recur(add_noise(book, s, r), e, window, s.inner)
+        logits, delta = model.decode(z, window), relative_distance(z, before)
+        proposed, delta = book.choose(logits, book.stop - book.start, delta)
+        book.states[book.index], book.momentum[book.index] = z, e
+        propose(book, proposed)
+        settled = settled_positions(book, s, r, np.where(compared, delta, np.nan))
+        move(book, s, *freeze(book, s, settled), r, np.where(compared, delta, np.nan))
+        left = book.unfinished()
+    book.unfinished(stop=True)
+    return book.out
+
+
+def start_wave(book):
+    """After the prompt: what the wave keeps, [B] for a row, [B, L + 1] for a position.
+
+    n_open: positions [0, n_open) have been opened. age: steps spent on a position. stable: steps in which its
+    token was predicted again. moved: by how much the last step moved the head. momentum [B, L + 1, d]: e of
+    the last step.
+    """
+    book.n_open, book.moved = book.n.copy(), np.ones_like(book.n)
+    book.age, book.stable = np.zeros_like(book.tokens), np.zeros_like(book.tokens)
+    book.momentum = torch.zeros_like(book.states)
+    book.per_row += ["n_open", "moved", "age", "stable", "momentum"]
+    tokens, window = book.open(book.n - 1, book.n)
+    book.momentum[book.index] = book.model.embed(tokens, window)
+
+
+def previous_states(book, s: Wave):
+    """The states [B, T, d] that new ones are compared with, and where there is one, bool [B, T]."""
+    if not s.released_alignment:
+        return book.states[book.index], book.inside
+    at = (book.start + book.moved)[:, None] + np.arange(book.inside.shape[1])
+    return book.states[np.arange(len(at))[:, None], np.minimum(at, book.L)], at < book.stop[:, None]
+
+
+def recurrences_spent(book, s: Wave, r: int):
+    """int [B, L + 1]: r on the prompt and its next token, as released, and those of the wave."""
+    return s.inner * book.age + r * (np.arange(book.L + 1) <= book.prompt_len[:, None])
+
+
+def add_noise(book, s: Wave, r: int):
+    """(1 - beta_t) z + beta_t noise, where beta_t falls with the recurrences spent on the position."""
+    z = book.states[book.index]
+    if s.beta == 0:
+        return z
+    spent = np.take_along_axis(recurrences_spent(book, s, r), book.positions(), 1)  # (B, T)
+    share = s.beta / (1 + spent) if s.noise != "constant" else np.full(spent.shape, s.beta)
+    share = torch.from_numpy(share).to(z)[:, :, None]
+    noise = book.draw_states(book.stop - book.start, z.shape[1])
+    if s.noise == "sqrt":
+        return (1 - share).sqrt() * z + share.sqrt() * noise
+    return (1 - share) * z + share * noise
+
+
+def propose(book, proposed):
+    """The prediction [B, T] of every open position becomes the provisional token behind it."""
+    b, j = np.nonzero(book.inside)
+    at = book.start[b] + j
+    before = book.tokens[b, at]
+    book.tokens[b, at + 1] = proposed[b, j]
+    book.stable[b, at] += book.tokens[b, at] == before
+    book.age[b, at] += 1
+
+
+def settled_positions(book, s: Wave, r: int, delta):
+    """bool [B, T]: the open positions that the exit rule lets go."""
+    if s.exit == "distance":
+        return delta < s.eps
+    at = book.positions()
+    if s.exit == "stability":
+        return book.inside & (np.take_along_axis(book.stable, at, 1) > r // s.inner)
+    steps = r // s.inner + 2 if s.released_alignment else -(-r // s.inner)
+    return book.inside & (np.take_along_axis(book.age, at, 1) >= steps)
+
+
+def freeze(book, s: Wave, settled):
+    """The new n [B] and n_open [B] when the positions settled [B, T] let go (Algorithm 2, and the paper's
+    k*).
+
+    Positions open before any freeze, h of them, if the wave of W has room. If position p is the last settled
+    one (of the unbroken run of settled ones, with "prefix"), the tokens up to p freeze and p itself stays the
+    head of the wave, unless nothing will be open behind it or it has had its r recurrences: then its
+    prediction freezes too.
+    """
+    last_wanted = book.limit - (0 if s.released_alignment else 1)  # the answer's last token predicts nothing
+    room = np.minimum(book.n - 1 + s.max_wave, last_wanted)
+    n_open = np.maximum(book.n_open, np.minimum(book.n_open + s.headway, room))
+    if s.freeze == "prefix":
+        settled = np.logical_and.accumulate(settled, 1)
+    p = book.start + settled.shape[1] - 1 - settled[:, ::-1].argmax(1)
+    alone = (p + 1 == last_wanted) | (s.max_wave == 1) | (s.exit == "fixed")
+    n = np.where(settled.any(1), np.maximum(book.n, p + 1 + alone), book.n)
+    return n, np.maximum(n_open, n)
+
+
+def move(book, s: Wave, n, n_open, r: int, delta):
+    """Advance the head to n and the front to n_open; fill what is new there."""
+    book.moved, opened, book.n_open = n - book.n, book.n_open, n_open
+    for b, (old, new) in enumerate(zip(opened, n_open, strict=True)):
+        if new > old + 1:  # headway: nothing predicts these tokens yet
+            book.tokens[b, old + 1 : new] = random_tokens(book.generators[b], new - old - 1, book.c.n_tokens)
+        if new > old and s.continuous:
+            book.states[b, old:new] = book.states[b, old - 1]
+    seen = {"n_open": n_open, "spent": recurrences_spent(book, s, r), "distance": delta} if book.watch else {}
+    book.out.steps += 1
+    book.advance(n, s.inner, **seen)
+
+
+def random_tokens(generator, n: int, n_tokens: int):
+    """int64 [n]: the fillers of a headway above 1."""
+    return torch.randint(n_tokens, (int(n),), generator=generator).numpy()

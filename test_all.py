@@ -1,0 +1,1007 @@
+"""Every test of the project. `python test_all.py` (-h for a choice of tests)
+
+No framework: a test is a function `test_...` whose docstring says which property it checks. It passes if it returns,
+fails if it raises, is skipped if it raises Skip. The last line counts them: N passed, N failed, N skipped.
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import d2f
+import tiny_models
+import train_tiny
+from d2f import Sampling
+from tiny_models import (
+    CharTokenizer,
+    Transformer,
+    TransformerConfig,
+    load_checkpoint,
+    read_safetensors,
+    save_checkpoint,
+)
+
+HERE = Path(__file__).resolve().parent
+FIXTURES = HERE / "fixtures"
+TESTS = []  # (section, function), in order
+
+
+class Skip(Exception):
+    """Raised by a test that cannot run here; the message says why."""
+
+
+def section(name: str):
+    """Register a test under a section for `--only`."""
+
+    def register(f):
+        TESTS.append((name, f))
+        return f
+
+    return register
+
+
+def raises(message: str, call, *args, **kwargs):
+    """call must raise ValueError or FileNotFoundError, one sentence that matches the regular expression."""
+    try:
+        call(*args, **kwargs)
+    except (ValueError, FileNotFoundError) as e:
+        assert re.search(message, str(e)), f"{str(e)!r} does not match {message!r}"
+        return
+    raise AssertionError(f"no error was raised; expected {message!r}")
+
+
+def random_model(seed: int = 0, spread: float = 4.0, **changes) -> Transformer:
+    """An untrained transformer whose logits have a standard deviation of about `spread`, so confidences vary."""
+    fields = dict(
+        vocab_size=24, n_tokens=20, mask_id=17, eos_id=18, pad_id=19, d_model=32, n_layers=2, d_mlp=48
+    )
+    fields.update(max_len=256, tied_head=False, shift=False)
+    g = torch.Generator().manual_seed(seed)
+    model = Transformer(TransformerConfig(**{**fields, **changes})).init_weights(g)
+    with torch.no_grad():
+        model.embedding.weight *= 50
+        for block in model.blocks:  # sharp and strong attention: masks at different places must differ
+            block.attn.qkv.weight *= 2
+            block.attn.out.weight *= 12
+        model.lm_head.weight *= spread
+    return model.eval().requires_grad_(False)
+
+
+def random_prompts(seed: int, lengths, n_tokens: int = 17) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, n_tokens, n) for n in lengths]
+
+
+def decoders(model, A: int) -> dict:
+    """Every D2F decoder that runs on this model, by name: prompts -> Decoded."""
+    part = functools.partial
+    some = {
+        "pipelined": part(d2f.pipelined_decode, model, max_new_tokens=A, block_size=4, tau_conf=0.6),
+        "pipelined low": part(
+            d2f.pipelined_decode, model, max_new_tokens=A, block_size=5, tau_act=0.3, tau_conf=0.3
+        ),
+        "vanilla": part(d2f.vanilla_decode, model, max_new_tokens=A, block_length=4),
+        "vanilla entropy": part(d2f.vanilla_decode, model, max_new_tokens=A, order="entropy"),
+        "vanilla origin": part(d2f.vanilla_decode, model, max_new_tokens=A, order="origin"),
+        "cached none": part(
+            d2f.cached_decode, model, max_new_tokens=A, block_length=4, cache="none", tau_conf=0.6
+        ),
+        "cached prefix": part(
+            d2f.cached_decode, model, max_new_tokens=A, block_length=4, cache="prefix", tau_conf=0.6
+        ),
+        "cached dual": part(
+            d2f.cached_decode, model, max_new_tokens=A, block_length=4, cache="dual", tau_conf=0.6
+        ),
+    }
+    if model.config.causal and model.config.shift:
+        some["autoregressive"] = part(d2f.autoregressive_decode, model, max_new_tokens=A)
+    return some
+
+
+# ------------------------------------------------------------------------ golden vectors of the released LLaDA, Dream, D2F
+
+CASES = ("llada_mha", "llada_gqa_sharded", "llada_tied", "dream_gqa", "dream_mha_sharded")
+CONFIDENCE = {"default": "probability", "neg_entropy": "entropy", "margin_confidence": "margin"}
+
+
+@functools.cache
+def golden_model(case: str):
+    """A released-layout checkpoint. Its samplers may emit every row of the table, so ours may here too."""
+    model = load_checkpoint(FIXTURES / case / "model")
+    model.config.n_tokens = model.config.vocab_size
+    return model
+
+
+def golden(case: str, name: str):
+    return json.loads((FIXTURES / case / f"{name}.json").read_text())
+
+
+@section("golden")
+def test_golden_logits_bidirectional_and_block_causal():
+    """Logits equal the released models': names, norms, RoPE, grouped heads, biases, tied and untied heads, shards."""
+    for case in CASES:
+        t, model = read_safetensors(FIXTURES / case / "logits.safetensors"), golden_model(case)
+        for e in golden(case, "logits"):
+            i = e["index"]
+            ids = t[f"ids_{i}"]
+            P = torch.full((len(ids),), e["prompt_length"])
+            mask = d2f.block_causal_mask(ids.shape[1], P, e["block_size"])
+            assert (mask[0, 0] == t[f"block_mask_{i}"]).all(), f"{case} {i}: mask"
+            for name, got in (("bidirectional", model(ids)), ("block_causal", model(ids, mask=mask))):
+                worst = (got[..., ::4] - t[f"logits_{name}_{i}"]).abs().max().item()
+                assert worst < 1e-3, f"{case} {i} {name}: {worst}"
+
+
+@section("golden")
+def test_golden_logits_through_the_cache():
+    """A prefix written to the cache and the rest run on top of it give the block-causal logits."""
+    for case in CASES:
+        t, model = read_safetensors(FIXTURES / case / "logits.safetensors"), golden_model(case)
+        for e in golden(case, "logits"):
+            i, P, k, n = e["index"], e["prompt_length"], e["block_size"], e["cached_prefix"]
+            ids = t[f"ids_{i}"]
+            mask = d2f.block_causal_mask(ids.shape[1], torch.full((len(ids),), P), k)
+            cache = model.new_cache(len(ids), ids.shape[1])
+            model(ids[:, :n], 0, mask[:, :, :n, :n], cache)
+            worst = (
+                (model(ids[:, n:], n, mask[:, :, n:], cache)[..., ::4] - t[f"logits_block_causal_{i}"][:, n:])
+                .abs()
+                .max()
+            )
+            assert worst < 1e-3, f"{case} {i}: {worst}"
+
+
+@section("golden")
+def test_golden_masks():
+    """The released training and inference masks, for rows of different prompt lengths."""
+    t = read_safetensors(FIXTURES / "d2f_schedule" / "schedule.safetensors")
+    j = golden("d2f_schedule", "schedule")
+    for e in j["build_custom_float_attention_mask"]:
+        mask = d2f.block_causal_mask(e["length"], torch.tensor(e["prompt_lengths"]), e["block_size"])
+        assert torch.equal(mask[:, 0], t[f"train_mask_{e['index']}"]), e
+    for e in j["extract_attention_mask"]:
+        full = d2f.block_causal_mask(e["max_length"], torch.tensor([e["prompt_length"]]), e["block_size"])[
+            0, 0
+        ]
+        assert torch.equal(full, t[f"infer_full_{e['index']}"]), e
+        rows = slice(e["start_pos"], e["start_pos"] + e["input_length"])
+        part = full[rows, : e["cache_length"] + e["input_length"]]
+        assert torch.equal(part, t[f"infer_mask_{e['index']}"]), e
+
+
+@section("golden")
+def test_golden_schedule_and_corruption():
+    """The released mask ratios, draw for draw, and the released forward process from its own uniforms."""
+    t = read_safetensors(FIXTURES / "d2f_schedule" / "schedule.safetensors")
+    j = golden("d2f_schedule", "schedule")
+    for e in j["generate_monotonic_pmasks"]:
+        g = torch.Generator().manual_seed(e["torch_manual_seed"])
+        ratios = d2f.mask_ratios(e["batch"], e["blocks"], "released", g)
+        assert torch.allclose(ratios, t[f"pmask_{e['index']}"], atol=1e-6), e
+    for e in j["forward_process_length"]:
+        i, P, k = e["index"], torch.tensor(e["prompt_lengths"]), e["block_size"]
+        g = torch.Generator().manual_seed(e["torch_manual_seed"])
+        ratios = d2f.mask_ratios(len(P), -(-(e["length"] - min(e["prompt_lengths"])) // k), "released", g)
+        noisy, masked, p = d2f.corrupt(
+            t[f"fpl_input_ids_{i}"], P, k, ratios, e["mask_id"], t[f"fpl_u_token_{i}"]
+        )
+        assert torch.equal(noisy, t[f"fpl_noisy_{i}"]) and torch.equal(masked, t[f"fpl_masked_{i}"]), e
+        assert torch.allclose(p[masked], t[f"fpl_p_mask_{i}"][masked], atol=1e-6), e
+
+
+@section("golden")
+def test_golden_shift():
+    """The released shift of Dream's logits."""
+    t = read_safetensors(FIXTURES / "d2f_schedule" / "schedule.safetensors")
+    assert torch.equal(d2f.align(t["shift_in"], True), t["shift_out"])
+    assert torch.equal(d2f.align(t["shift_in"], False), t["shift_in"])
+
+
+@section("golden")
+def test_golden_losses():
+    """Both released losses from their own logits. Ours is a KL: the released soft one adds the teacher's entropy."""
+    for case in ("llada_mha", "dream_gqa"):
+        t, j = read_safetensors(FIXTURES / case / "loss.safetensors"), golden(case, "loss")
+        masked, logits = t["masked_indices"], []
+        for who in ("student", "teacher"):
+            full = torch.zeros(*masked.shape, t["student_logits_at_masked"].shape[-1])
+            full[masked] = t[f"{who}_logits_at_masked"]
+            logits.append(full)
+        hard = d2f.masked_cross_entropy(logits[0], t["input_ids"], masked, t["p_mask"]).item()
+        assert abs(hard - j["loss_hard_labels"]) < 1e-3, (case, hard, j["loss_hard_labels"])
+        log_q = logits[1][masked].log_softmax(-1)
+        entropy = (-(log_q.exp() * log_q).sum(-1) / t["p_mask"][masked]).mean().item()
+        soft = d2f.distillation_loss(*logits, masked, t["p_mask"]).item() + entropy
+        assert abs(soft - j["loss_self_align"]) < 1e-3, (case, soft, j["loss_self_align"])
+
+
+@section("golden")
+def test_golden_pipelined_decoding():
+    """Released D2F runs: tokens, number of forwards, and at each forward what is run, cached and committed."""
+    for case in CASES:
+        model = golden_model(case)
+        for i, run in enumerate(golden(case, "d2f_sampler")):
+            s, trace = run["settings"], []
+
+            def watch(step, trace=trace):
+                n_cached, stop, n_final = int(step.n_cached[0]), int(step.stop[0]), int(step.n_final[0])
+                trace.append((n_cached, stop, n_final - n_cached, sorted(step.commits[:, 1:].tolist())))
+
+            model.config.eos_id = model.config.pad_id = s["eos_token_id"]
+            k = s["block_size"]
+            out = d2f.pipelined_decode(
+                model,
+                run["prompt"],
+                s["max_new_tokens"] // k * k,  # the released code drops the rest
+                k,
+                s["block_add_threshold"],
+                s["decoded_token_threshold"],
+                s["skip_threshold"],
+                Sampling(confidence=CONFIDENCE[s["sampling_strategy"]]),
+                watch,
+                stop_at_eos=False,
+            )
+            n = len(run["generated"])
+            want = [
+                (x["cache_len"], x["input_start"] + x["input_len"], x["newly_cached"], sorted(x["commits"]))
+                for x in run["steps"]
+            ]
+            assert out.raw[0][:n].tolist() == run["generated"], f"{case} run {i}: tokens"
+            assert out.forwards == run["num_forwards"], f"{case} run {i}: {out.forwards} forwards"
+            assert trace == want, f"{case} run {i}: trace"
+
+
+@section("golden")
+def test_golden_vanilla_decoding():
+    """Released LLaDA and Dream samplers: the positions and tokens that each step commits, batches and guidance too."""
+    for case in CASES:
+        model, llada = golden_model(case), case.startswith("llada")
+        for i, run in enumerate(golden(case, "llada_generate" if llada else "dream_generate")):
+            s, steps = run["settings"], []
+
+            def watch(step, steps=steps):
+                rows = range(len(step.rows))
+                steps.append([[c[1:] for c in step.commits.tolist() if c[0] == b] for b in rows])
+
+            if llada:
+                ends = s.get("eos_token_id"), s.get("eot_token_id")
+                forbidden = ends[:1] if s.get("logits_eos_inf") else ()
+                deferred = ends if s.get("confidence_eos_eot_inf") else ()
+                settings = dict(
+                    max_new_tokens=s["gen_length"], block_length=s["block_length"], cfg_scale=s["cfg_scale"]
+                )
+                settings.update(sampling=Sampling(forbidden=forbidden, deferred=deferred))
+            else:
+                seed = s.get("torch_manual_seed", run.get("torch_manual_seed")) or 0
+                settings = dict(
+                    max_new_tokens=s["max_new_tokens"], order=s["alg"], sampling=Sampling(seed=seed)
+                )
+            out = d2f.vanilla_decode(model, run["prompts"], steps=s["steps"], watch=watch, **settings)
+            got = [p + r.tolist() for p, r in zip(run["prompts"], out.raw, strict=True)]
+            assert got == run["sequences"], f"{case} run {i}: tokens"
+            assert steps == run["commits_per_step_per_row"], f"{case} run {i}: commits"
+            assert out.forwards == run["num_forwards"] * (2 if settings.get("cfg_scale") else 1), (
+                f"{case} run {i}"
+            )
+
+
+# ------------------------------------------------------------------------------------------ block-causal attention
+
+
+@section("mask")
+def test_mask_equals_its_definition():
+    """True = may attend: own block, earlier blocks, the prompt; a prompt row sees the prompt. Ragged last blocks."""
+    for L, P, k in ((7, 3, 2), (9, 0, 4), (10, 10, 3), (12, 1, 5), (6, 2, 9), (5, 0, 1)):
+        mask = d2f.block_causal_mask(L, torch.tensor([P, 0]), k)
+        for b, p in enumerate((P, 0)):
+            block = [0 if i < p else (i - p) // k + 1 for i in range(L)]
+            want = [[block[j] <= block[i] for j in range(L)] for i in range(L)]
+            assert mask[b, 0].tolist() == want, (L, p, k)
+
+
+@section("mask")
+def test_block_size_one_is_causal_and_one_block_is_bidirectional():
+    """The two ends of block-causal attention on the answer."""
+    P, L = 3, 9
+    answer = slice(P, L)
+    one = d2f.block_causal_mask(L, torch.tensor([P]), 1)[0, 0, answer, answer]
+    assert torch.equal(one, torch.ones(6, 6, dtype=torch.bool).tril())
+    whole = d2f.block_causal_mask(L, torch.tensor([P]), 6)[0, 0]
+    assert whole[answer].all() and not whole[:P, P:].any()
+
+
+@section("mask")
+def test_later_blocks_have_no_gradient_on_earlier_outputs():
+    """Causality by gradient: through every layer, an output depends on its own and earlier blocks and on nothing else."""
+    model, P, k, L = random_model(1), 3, 4, 14
+    mask = d2f.block_causal_mask(L, torch.tensor([P]), k)
+    rope, additive = model.place(L, 0, mask, None)
+    for position in (0, 2, 3, 6, 7, 13):
+        x = torch.randn(1, L, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        h = x
+        for block in model.blocks:
+            h = block(h, rope, additive)
+        h[0, position].sum().backward()
+        touched = x.grad[0].abs().sum(-1) > 0
+        assert torch.equal(touched, mask[0, 0, position]), position
+
+
+# ----------------------------------------------------------------------------------------------------------- loss
+
+
+@section("loss")
+def test_schedules():
+    """released: non-decreasing, 0.2 to 0.7; paper: increasing, 0.3 to 0.7; random: 0.2 to 0.7, not ordered."""
+    g = torch.Generator().manual_seed(0)
+    for schedule, low in (("released", 0.2), ("paper", 0.3), ("random", 0.2)):
+        t = d2f.mask_ratios(2000, 6, schedule, g)
+        assert low <= t.min() and t.max() <= 0.7 + 1e-6, schedule
+        ordered = (t.diff(dim=1) >= 0).all(1).float().mean().item()
+        assert ordered == 1 if schedule != "random" else ordered < 0.05, (schedule, ordered)
+    raises("schedule 'linear' is unknown", d2f.mask_ratios, 1, 2, "linear")
+
+
+@section("loss")
+def test_corruption_masks_each_block_at_its_ratio():
+    """The share of masks in a block is its ratio; the prompt is never masked; other tokens stay."""
+    P, k, n = torch.tensor([5] * 4000), 4, 4000
+    tokens = torch.randint(0, 17, (n, 13))
+    ratios = torch.tensor([0.2, 0.7]).expand(n, 2)
+    noisy, masked, p = d2f.corrupt(tokens, P, k, ratios, 17, torch.rand(n, 13))
+    share = masked.float().mean(0)
+    assert (
+        share[:5].sum() == 0
+        and (share[5:9] - 0.2).abs().max() < 0.03
+        and (share[9:] - 0.7).abs().max() < 0.03
+    )
+    assert torch.equal(noisy == 17, masked) and torch.equal(noisy[~masked], tokens[~masked])
+
+
+@section("loss")
+def test_distillation_loss_against_a_direct_formula():
+    """forward = KL(teacher || student), reverse = KL(student || teacher), over masked tokens, each divided by p."""
+    g = torch.Generator().manual_seed(0)
+    s, t = (torch.randn(2, 7, 11, generator=g, dtype=torch.float32) for _ in range(2))
+    masked, p = torch.rand(2, 7, generator=g) < 0.5, torch.rand(2, 7, generator=g) * 0.5 + 0.2
+    for direction, weights in (("forward", p), ("reverse", p), ("forward", None), ("reverse", None)):
+        total, count = 0.0, 0
+        for b, i in masked.nonzero().tolist():
+            P, Q = t[b, i].softmax(0).tolist(), s[b, i].softmax(0).tolist()
+            if direction == "reverse":
+                P, Q = Q, P
+            total += sum(x * np.log(x / y) for x, y in zip(P, Q, strict=True)) / (
+                1 if weights is None else p[b, i].item()
+            )
+            count += 1
+        got = d2f.distillation_loss(s, t, masked, weights, direction).item()
+        assert abs(got - total / count) < 1e-5, (direction, got, total / count)
+    raises("direction 'both' is unknown", d2f.distillation_loss, s, t, masked, None, "both")
+
+
+@section("loss")
+def test_loss_is_zero_when_the_student_equals_the_teacher():
+    """Under the same mask (one block, no prompt) the student is the teacher: no loss; under a block mask there is one."""
+    model = random_model(3)
+    tokens, P = torch.randint(0, 17, (3, 12)), torch.zeros(3, dtype=torch.int64)
+    for direction in ("forward", "reverse"):
+        assert abs(d2f.d2f_loss(model, model, tokens, P, 12, direction=direction)) < 1e-5
+    assert d2f.d2f_loss(model, model, tokens, P, 3, "random") > 1e-3
+
+
+@section("loss")
+def test_loss_is_finite_without_masks_and_on_eos_blocks():
+    """A block, a row or a whole batch without a masked token gives a finite loss and finite gradients."""
+    s = torch.randn(2, 6, 5, requires_grad=True)
+    none = torch.zeros(2, 6, dtype=torch.bool)
+    loss = d2f.distillation_loss(s, torch.randn(2, 6, 5), none, torch.full((2, 6), 0.3))
+    loss.backward()
+    assert loss == 0 and s.grad.isfinite().all()
+    assert d2f.masked_cross_entropy(s, torch.zeros(2, 6, dtype=torch.int64), none) == 0
+    model = random_model(4)
+    tokens = torch.full((2, 9), model.config.eos_id)
+    assert d2f.d2f_loss(model, random_model(5), tokens, torch.tensor([9, 1]), 4).isfinite()
+
+
+@section("loss")
+def test_no_gradient_reaches_the_teacher():
+    """Distillation moves the student only."""
+    student, teacher = random_model(6).requires_grad_(True), random_model(7).requires_grad_(True)
+    d2f.d2f_loss(student, teacher, torch.randint(0, 17, (2, 10)), torch.tensor([2, 4]), 3).backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert sum(p.grad.abs().sum() for p in student.parameters() if p.grad is not None) > 0
+
+
+# -------------------------------------------------------------------------------------------------------- choosing
+
+
+@section("choose")
+def test_choice_never_takes_a_forbidden_id():
+    """Mask, padding and ids beyond the tokenizer are never chosen, greedy or sampled, whatever their logits."""
+    model = random_model()
+    logits = torch.zeros(50, 24)
+    logits[:, [17, 19, 20, 23]] = 30.0  # mask, pad, beyond
+    logits[:, 4] = 1.0
+    for temperature in (0.0, 1.0):
+        token, p, _ = d2f.Chooser(model, Sampling(temperature), 1)(logits, np.zeros(50, np.int64))
+        assert not set(token) & {17, 19, 20, 21, 22, 23}, token
+        assert (
+            p.max() < 1e-9 if temperature == 0 else True
+        )  # the probability is that of the whole distribution
+
+
+@section("choose")
+def test_confidence_measures_against_their_formulas():
+    """probability, margin and negative entropy of a small distribution, by hand."""
+    model = random_model()
+    p = torch.full((1, 24), 1e-30)
+    p[0, 2], p[0, 5], p[0, 7] = 0.6, 0.3, 0.1
+    want = {
+        "probability": 0.6,
+        "margin": 0.3,
+        "entropy": 0.6 * np.log(0.6) + 0.3 * np.log(0.3) + 0.1 * np.log(0.1),
+    }
+    for name, value in want.items():
+        token, prob, conf = d2f.Chooser(model, Sampling(confidence=name), 1)(p.log(), np.zeros(1, np.int64))
+        assert token[0] == 2 and abs(prob[0] - 0.6) < 1e-5 and abs(conf[0] - value) < 1e-5, (name, conf)
+
+
+@section("choose")
+def test_sampling_frequencies_and_filters():
+    """At temperature 1 draws follow the softmax; top-k and top-p keep the smallest sets, and at least one token."""
+    model, n = random_model(), 20000
+    p = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    logits = torch.full((n, 24), -100.0)
+    logits[:, :4] = p.log()
+    rows = np.zeros(n, np.int64)
+    for top_p, top_k, want in (
+        (None, None, p),
+        (0.7, None, p[:2]),
+        (0.5, None, p[:1]),
+        (None, 3, p[:3]),
+        (0.01, 1, p[:1]),
+    ):
+        token, prob, _ = d2f.Chooser(model, Sampling(1.0, top_p, top_k), 1)(logits, rows)
+        got = np.bincount(token, minlength=4)[:4] / n
+        want = torch.nn.functional.pad(want / want.sum(), (0, 4 - len(want))).numpy()
+        assert np.abs(got - want).max() < 0.02, (top_p, top_k, got)
+        assert np.abs(prob - want[token]).max() < 1e-4  # the confidence is the filtered probability
+
+
+# ------------------------------------------------------------------------------------------------------- decoding
+
+
+@section("decode")
+def test_cached_pipelined_decoding_equals_uncached():
+    """The block-causal cache is exact: at every step the same window of the answer, the same commits, the same book."""
+    for seed in range(6):
+        for shift in (False, True):
+            model, traces = random_model(seed, shift=shift), []
+            for use_cache in (True, False):
+                trace = []
+
+                def watch(s, trace=trace):
+                    trace.append(
+                        (s.n_final.tolist(), s.n_open.tolist(), s.commits.tolist(), s.tokens.tolist())
+                    )
+
+                prompts = random_prompts(seed, (5, 0, 9))
+                settings = dict(tau_act=0.5, tau_conf=0.5, watch=watch, use_cache=use_cache)
+                d2f.pipelined_decode(model, prompts, 18, 4, **settings)
+                traces.append(trace)
+            assert traces[0] == traces[1], (seed, shift)
+
+
+@section("decode")
+def test_pipelined_tokens_are_those_of_the_whole_sequence():
+    """Each token committed is the argmax of an uncached forward of what stood before, at block boundaries too (shift)."""
+    P, k, boundaries = 6, 4, 0
+    for seed in range(6):
+        model = random_model(seed, shift=bool(seed % 2))
+        before = [np.full((1, P + 20), 17)]
+        before[0][0, :P] = random_prompts(seed, [P])[0]
+
+        def watch(step, model=model, before=before):
+            mask = d2f.block_causal_mask(P + 20, torch.tensor([P]), k)
+            logits = d2f.align(model(torch.from_numpy(before[0]), mask=mask), model.config.shift)
+            for _, position, token in step.commits:
+                assert token == logits[0, position, :19].index_fill(0, torch.tensor(17), -9e9).argmax(), position
+            before[0] = step.tokens.copy()
+            committed.extend((step.commits[:, 1] - P) % k)
+
+        committed = []
+        d2f.pipelined_decode(model, before[0][0, :P], 20, k, tau_conf=0.5, watch=watch, stop_at_eos=False)
+        boundaries += committed.count(0)
+    assert boundaries > 10, boundaries
+
+
+@section("decode")
+def test_batched_decoding_equals_single():
+    """Each row of a ragged batch decodes as if alone, greedy and (with its own generator) sampled, in every decoder."""
+    for seed in range(4):
+        causal = seed % 2 == 1
+        model = random_model(seed, causal=causal, shift=causal)
+        prompts = random_prompts(seed, (4, 11, 1, 0, 7, 4))
+        for temperature in (0.0, 0.8):
+            for name, decode in decoders(model, 13).items():
+                together = decode(prompts, sampling=Sampling(temperature, seed=10))
+                alone = [
+                    decode(p, sampling=Sampling(temperature, seed=10 + b)) for b, p in enumerate(prompts)
+                ]
+                assert together.answers == [a.answers[0] for a in alone], (seed, temperature, name)
+                assert together.row_forwards.tolist() == [a.forwards for a in alone], (
+                    seed,
+                    temperature,
+                    name,
+                )
+
+
+@section("decode")
+def test_confidence_ties_go_to_the_left():
+    """Without a prompt all masks look alike; rounding must not decide which comes first, or batches would differ."""
+    c = np.array([[0.5, 0.7, -np.inf, 0.7 + 1e-7, 0.1, -np.inf], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
+    assert d2f.ranks(c).tolist() == [[2, 0, 4, 1, 3, 5], [5, 4, 3, 2, 1, 0]]
+    assert d2f.accept(np.zeros((2, 6)), c, 0.9, np.array([True, True])).argmax(1).tolist() == [1, 5]
+
+
+@section("decode")
+def test_any_prompt_and_answer_length():
+    """Prompts of 0, 1 and odd lengths; answers of 1, k-1, k, k+1; k larger than the answer: all end, of the right length."""
+    for shift in (False, True):
+        model = random_model(5, shift=shift, causal=shift)
+        for P in (0, 1, 5):
+            for A in (1, 3, 4, 5, 9):
+                for name, decode in decoders(model, A).items():
+                    out = decode(random_prompts(P, [P]))
+                    a = out.answers[0]
+                    assert len(a) == A or a[-1] == model.config.eos_id, (shift, P, A, name, a)
+    out = d2f.pipelined_decode(random_model(5), random_prompts(0, [3]), 5, 64)
+    assert len(out.raw[0]) == 5 and (out.raw[0] != 17).sum() >= len(out.answers[0])
+
+
+@section("decode")
+def test_untrained_models_terminate_without_masks():
+    """Thresholds of 0, 0.5 and 1 at temperature 0 and 1 on untrained weights: decoding ends, no mask, pad or unknown id."""
+    flat, peaked = random_model(8, spread=0.01), random_model(9, spread=30.0)
+    for model in (flat, peaked, random_model(10, shift=True)):
+        for tau in (0.0, 0.5, 1.0):
+            for temperature in (0.0, 1.0):
+                out = d2f.pipelined_decode(
+                    model, random_prompts(1, (3, 6)), 11, 4, tau, tau, tau, Sampling(temperature)
+                )
+                assert out.forwards <= 3 * 11 + 3, out.forwards
+                for a in out.answers:
+                    assert not set(a) & {17, 19, 20, 21, 22, 23} and len(a) > 0, a
+
+
+@section("decode")
+def test_one_block_at_a_time_and_single_state():
+    """tau_add 1 never has two unfinished blocks; tau_add = tau_act has no semi-activated block; the default has both."""
+
+    def most(**thresholds):
+        """Over several models, the most blocks that were unfinished, and semi-activated, in one forward."""
+        unfinished, semi = [], []
+
+        def watch(step):
+            P, n = step.prompt_len[0], step.n_open[0]
+            before = step.tokens.copy()
+            before[0, step.commits[:, 1]] = 17
+            unfinished.append((before[0, P : P + n * 4].reshape(n, 4) == 17).any(1).sum())
+            semi.append(n - step.full[0, :n].sum())
+
+        for seed in range(10):
+            settings = dict(tau_conf=0.6, watch=watch, stop_at_eos=False, **thresholds)
+            d2f.pipelined_decode(random_model(seed), random_prompts(seed, [5]), 24, 4, **settings)
+        return max(unfinished), max(semi)
+
+    assert most(tau_add=1.0) == (1, 0)
+    assert most(tau_add=0.5, tau_act=0.5)[1] == 0
+    unfinished, semi = most(tau_add=0.1, tau_act=1.0)
+    assert unfinished > 1 and semi > 0
+
+
+@section("decode")
+def test_committed_and_cached_tokens_never_change():
+    """A token is decided once; what is final is a prefix without masks; at most one block opens a step."""
+    for seed in range(5):
+        model, history = random_model(seed, shift=bool(seed % 2)), []
+        d2f.pipelined_decode(
+            model, random_prompts(seed, [5]), 21, 4, tau_conf=0.5, tau_act=0.5, stop_at_eos=False,
+            watch=lambda s: history.append((s.tokens[0].copy(), int(s.n_final[0]), int(s.n_open[0]))),
+        )  # fmt: skip
+        for (t0, f0, o0), (t1, f1, o1) in zip(history, history[1:], strict=False):
+            assert (t0[t0 != 17] == t1[t0 != 17]).all() and f1 >= f0 and o1 - o0 in (0, 1)
+            assert not (t1[:f1] == 17).any()
+
+
+@section("decode")
+def test_autoregressive_equals_a_loop_without_cache():
+    """The cached baseline is greedy decoding: the argmax of the whole sequence, one token at a time."""
+    model = random_model(12, causal=True, shift=True)
+    for prompt in random_prompts(3, (1, 6)):
+        tokens = list(prompt)
+        for _ in range(9):
+            logits = model(torch.tensor([tokens]))[0, -1]
+            logits[[17, 19, 20, 21, 22, 23]] = -np.inf
+            tokens.append(int(logits.argmax()))
+            if tokens[-1] == 18:
+                break
+        assert d2f.autoregressive_decode(model, prompt, 9).answers[0] == tokens[len(prompt) :]
+    raises("needs a model that is causal", d2f.autoregressive_decode, random_model(), prompt, 3)
+
+
+@section("decode")
+def test_caches_of_one_block_refresh_agree_with_no_cache():
+    """While every forward re-runs everything that can change, the approximate caches are exact: one step a block."""
+    model = random_model(13)
+    for cache in ("prefix", "dual"):
+        runs = [
+            d2f.cached_decode(model, random_prompts(4, (6, 3)), 12, 4, c, tau_conf=0.0)
+            for c in ("none", cache)
+        ]
+        assert runs[0].answers == runs[1].answers and runs[0].forwards == runs[1].forwards, cache
+
+
+@section("decode")
+def test_watching_changes_nothing():
+    """A decode that is watched returns what it returns unwatched."""
+    model = random_model(14, causal=True, shift=True)
+    for name, decode in decoders(model, 12).items():
+        steps = []
+        a, b = decode(random_prompts(5, (4, 2))), decode(random_prompts(5, (4, 2)), watch=steps.append)
+        assert a.answers == b.answers and a.forwards == b.forwards == len(steps), name
+
+
+# ------------------------------------------------------------------------------------------------------------ EOS
+
+
+@section("eos")
+def test_stopping_at_eos_changes_no_text_and_saves_forwards():
+    """Blocks behind an EOS are not computed; the text is that of the run that decodes on."""
+    saved = 0
+    for seed in range(40):
+        model = random_model(seed, shift=bool(seed % 2))
+        prompts = random_prompts(seed, (5, 2, 8))
+        runs = [
+            d2f.pipelined_decode(model, prompts, 24, 4, 0.1, 0.5, 0.4, stop_at_eos=stop)
+            for stop in (True, False)
+        ]
+        assert runs[0].answers == runs[1].answers, seed
+        saved += runs[1].forwards - runs[0].forwards
+        assert (runs[0].row_forwards <= runs[1].row_forwards).all(), seed
+    assert saved > 0, "no seed saved a forward"
+
+
+@section("eos")
+def test_eos_in_a_later_block_does_not_stop_earlier_blocks():
+    """Everything before the first EOS is decided, even when that EOS was committed first."""
+    late = 0
+    for seed in range(40):
+        model, first = random_model(seed), []
+
+        def watch(step, first=first):
+            P = step.prompt_len[0]
+            if not first and (step.tokens[0, P:] == 18).any():
+                e = (step.tokens[0, P:] == 18).argmax()
+                first.append(bool((step.tokens[0, P : P + e] == 17).any()))
+
+        out = d2f.pipelined_decode(model, random_prompts(seed, [5]), 24, 4, 0.1, 0.5, 0.4, watch=watch)
+        assert 17 not in out.answers[0] and 18 not in out.answers[0][:-1], seed
+        late += first == [True]
+    assert late > 0, "no seed committed an EOS ahead of undecided tokens"
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+@section("errors")
+def test_bad_input_gives_one_sentence():
+    """Each wrong argument is refused with its value and the limit."""
+    model, p = random_model(), [1, 2, 3]
+    decode = functools.partial(d2f.pipelined_decode, model)
+    raises("the batch is empty", decode, [], 8, 4)
+    raises(
+        r"prompt 0 has 250 tokens and max_new_tokens is 8; together at most 256", decode, [[1] * 250], 8, 4
+    )
+    raises("tau_add is 1.5; it must be between 0 and 1", decode, p, 8, 4, tau_add=1.5)
+    raises("tau_act is -1", decode, p, 8, 4, tau_act=-1)
+    raises("tau_conf is nan", decode, p, 8, 4, tau_conf=float("nan"))
+    raises("the block size is 0", decode, p, 8, 0)
+    raises("max_new_tokens is 0", decode, p, 0, 4)
+    raises("dtype float64", decode, [[0.5, 1.0]], 8, 4)
+    raises("holds the mask id 17", decode, [1, 17], 8, 4)
+    raises("holds ids 1 to 22; this model knows 0 to 19", decode, [1, 22], 8, 4)
+    raises("temperature is -1", Sampling, -1)
+    raises("top_p is 0", Sampling, 1, 0)
+    raises("top_k is 0", Sampling, 1, None, 0)
+    raises("confidence 'x' is unknown", Sampling, confidence="x")
+    raises("order 'best' is unknown", d2f.vanilla_decode, model, p, 8, order="best")
+    raises("steps is 1; 2 blocks of 4 need at least one step each", d2f.vanilla_decode, model, p, 8, 4, 1)
+    raises("cache 'both' is unknown", d2f.cached_decode, model, p, 8, cache="both")
+    raises("each must be a multiple", TransformerConfig, 24, 20, 17, 18, 19, n_heads=3)
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+@section("files")
+def test_safetensors_round_trip_and_damage():
+    """What is written is read; truncated, overlong-header and unknown-dtype files are refused by name."""
+    with tempfile.TemporaryDirectory() as d:
+        path = Path(d) / "x.safetensors"
+        tensors = {
+            "a": torch.randn(3, 5),
+            "b": torch.arange(7),
+            "c": torch.tensor([True, False]),
+            "d": torch.randn(2).bfloat16(),
+        }
+        tiny_models.write_safetensors(path, tensors)
+        got = read_safetensors(path)
+        assert all(torch.equal(got[n], t) and got[n].dtype == t.dtype for n, t in tensors.items())
+        data = path.read_bytes()
+        path.write_bytes(data[:-3])
+        raises("truncated or damaged", read_safetensors, path)
+        path.write_bytes((10**6).to_bytes(8, "little") + data[8:])
+        raises("the header ends at byte 1000008 but the file has", read_safetensors, path)
+        path.write_bytes(data.replace(b'"F32"', b'"F99"'))
+        raises("a has dtype F99", read_safetensors, path)
+
+
+@section("files")
+def test_checkpoint_round_trip():
+    """A tiny checkpoint gives back config and weights, and the caller's extra fields."""
+    with tempfile.TemporaryDirectory() as d:
+        model = random_model(3, qkv_bias=True, n_kv_heads=1)
+        save_checkpoint(f"{d}/m", model, alphabet="01")
+        again = load_checkpoint(f"{d}/m")
+        assert again.config == model.config and tiny_models.read_config(f"{d}/m")["alphabet"] == "01"
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+        save_checkpoint(f"{d}/m", random_model(4))
+        assert sorted(os.listdir(d)) == ["m"], "a save leaves nothing else behind"
+
+
+@section("files")
+def test_a_killed_save_leaves_the_previous_checkpoint():
+    """Killed while writing or between the two renames, the folder still loads as it was."""
+    with tempfile.TemporaryDirectory() as d:
+        model, path = random_model(3), Path(d) / "m"
+        save_checkpoint(path, model)
+        for victim in ("write_safetensors", "rename"):
+            code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import os, signal, tiny_models, pathlib, test_all\n"
+            if victim == "rename":  # the second rename never happens
+                code += "stock, n = pathlib.Path.rename, []\n"
+                code += "def rename(p, q):\n  n.append(1)\n  if len(n) == 2: os.kill(os.getpid(), signal.SIGKILL)\n  stock(p, q)\n"
+                code += "pathlib.Path.rename = rename\n"
+            else:
+                code += "def write(path, t):\n  open(path, 'wb').write(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+                code += "tiny_models.write_safetensors = write\n"
+            code += f"tiny_models.save_checkpoint({str(path)!r}, test_all.random_model(9))\n"
+            assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+            again = load_checkpoint(path)
+            assert torch.equal(again.lm_head.weight, model.lm_head.weight), victim
+
+
+@section("files")
+def test_wrong_checkpoints_are_refused_by_name():
+    """No folder, unknown type, missing, unexpected and mis-shaped tensors, a missing shard, a truncated file."""
+    with tempfile.TemporaryDirectory() as d:
+        folder = Path(d) / "m"
+        raises("no checkpoint in", load_checkpoint, folder)
+        save_checkpoint(folder, random_model(3))
+        config, weights = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+        tensors = {n: t.clone() for n, t in read_safetensors(weights).items()}
+
+        def rewrite(change):
+            tiny_models.write_safetensors(weights, change(dict(tensors)))
+
+        rewrite(lambda t: {n: x for n, x in t.items() if n != "norm.weight"})
+        raises("lacks 1 tensors: norm.weight", load_checkpoint, folder)
+        rewrite(lambda t: {**t, "extra": torch.zeros(1)})
+        raises("has unexpected 1 tensors: extra", load_checkpoint, folder)
+        rewrite(lambda t: {**t, "norm.weight": torch.zeros(3)})
+        raises(r"norm.weight: shape \[3\] found where \[32\] was expected", load_checkpoint, folder)
+        rewrite(lambda t: t)
+        weights.write_bytes(weights.read_bytes()[:-9])
+        raises("truncated or damaged", load_checkpoint, folder)
+        weights.unlink()
+        raises("model.safetensors does not exist", load_checkpoint, folder)
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "mystery"}))
+        raises("model_type 'mystery' is unknown", load_checkpoint, folder)
+        (folder / "config.json").write_text("{")
+        raises("is not valid JSON", load_checkpoint, folder)
+
+
+# -------------------------------------------------------------------------------------------------- tasks and training
+
+
+@section("tasks")
+def test_addition_problems_are_right_and_held_out():
+    """Answers are the sums, written as the demo writes them; no problem of one split is in another."""
+    tokenizer, rng = CharTokenizer(), np.random.default_rng(0)
+    task = train_tiny.Addition(5, 0.3)
+    for split in ("train", "validation", "test"):
+        prompts, answers = train_tiny.sample(task, tokenizer, rng, 200, split, 24)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            text = tokenizer.decode(prompt)
+            a, b = (int("".join(f[i] for f in reversed(text.split(";")[:-1]))) for i in (0, 2))
+            assert text == tiny_models.addition_prompt(a, b, 5)
+            assert tokenizer.decode(answer, eos="$") == tiny_models.addition_answer(a, b, 5) + "$$$$"
+            assert tiny_models.read_sum(tokenizer.decode(answer)) == a + b
+            digits = np.array([[int(f[i]) for f in text.split(";")[:-1]] for i in (0, 2)]).reshape(1, -1)
+            code = train_tiny.split_of(digits)[0]
+            assert {"test": code == 0, "validation": code == 1, "train": code > 1}[split]
+    raises("trained on numbers of 0 to 5 digits", tiny_models.addition_prompt, 123456, 1, 5)
+
+
+@section("tasks")
+def test_ledger_problems_are_right():
+    """Each answer field is the running balance mod 100."""
+    tokenizer = CharTokenizer()
+    prompts, answers = train_tiny.sample(
+        train_tiny.Ledger(6), tokenizer, np.random.default_rng(0), 50, "train", 28
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        balance, fields = 0, []
+        for entry in tokenizer.decode(prompt).split(";")[:-1]:
+            balance = (balance + int(entry)) % 100
+            fields.append(f"={balance:02d};")
+        assert tokenizer.decode(answer, eos="$") == "".join(fields) + "$$$$"
+
+
+def run(*args, timeout=300, **kwargs):
+    """Run a Python command of the project in a subprocess, on one thread; returns the finished process."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(
+        command, cwd=HERE, env=env, capture_output=True, text=True, timeout=timeout, **kwargs
+    )
+
+
+@section("cli")
+def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
+    """`train_tiny.py --quick` end to end: all rows, the written table, reuse; then the demo decodes with its models."""
+    with tempfile.TemporaryDirectory() as d:
+        first = run("train_tiny.py", "--quick", "--out", d, "--threads", 1)
+        assert first.returncode == 0, first.stderr[-2000:]
+        table = (Path(d) / "quick" / "addition-3" / "table.md").read_text()
+        assert table in first.stdout
+        for row in (
+            "autoregressive, KV cache", "teacher, vanilla, one token a step", "half the steps", "a quarter of the steps",
+            "threshold-parallel, no cache", "Fast-dLLM prefix", "Fast-dLLM dual", "under the block-causal mask",
+            "one block at a time", "D2F, pipelined, k 4", "D2F, pipelined, larger blocks",
+        ):  # fmt: skip
+            assert row in table, row
+        second = run("train_tiny.py", "--quick", "--out", d, "--threads", 1, "--only", "student")
+        assert second.returncode == 0 and "student: reusing" in second.stdout, second.stdout
+        other = run(
+            "train_tiny.py", "--quick", "--out", d, "--threads", 1, "--only", "autoregressive", "--seed", 1
+        )
+        assert "was made by another recipe; training anew" in other.stdout, other.stdout
+        models = f"{d}/quick/addition-3"
+        for method in d2f.METHODS:
+            demo = run("d2f.py", 12, 9, "--out", models, "--method", method)
+            assert demo.returncode == 0 and "12 + 9 =" in demo.stdout and "\033" not in demo.stdout, (
+                demo.stderr
+            )
+        trace = run("d2f.py", 12, 9, "--out", models, "--trace")
+        assert re.search(r"1  positions +0 to +16  cached +12  commits", trace.stdout), trace.stdout
+        wrong = run("d2f.py", 1234, 9, "--out", models)
+        assert wrong.returncode == 1 and "trained on numbers of 0 to 3 digits" in wrong.stderr
+
+
+@section("cli")
+def test_an_interrupt_loses_at_most_the_current_phase():
+    """Ctrl-C in the second phase: a clear last line, and the next run goes on from the first."""
+    with tempfile.TemporaryDirectory() as d:
+        args = [
+            sys.executable,
+            "train_tiny.py",
+            "--quick",
+            "--out",
+            d,
+            "--threads",
+            "1",
+            "--steps",
+            "20",
+            "5000",
+            "20",
+        ]
+        p = subprocess.Popen(
+            args,
+            cwd=HERE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        saved = Path(d) / "quick" / "addition-3" / "autoregressive"
+        deadline = time.time() + 120
+        while not saved.exists() and time.time() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)
+        p.send_signal(signal.SIGINT)
+        text = p.communicate(timeout=60)[0]
+        assert p.returncode == 1 and text.strip().splitlines()[-1].startswith(
+            "interrupted: finished phases are kept"
+        ), text
+        again = run(
+            "train_tiny.py",
+            "--quick",
+            "--out",
+            d,
+            "--threads",
+            1,
+            "--only",
+            "autoregressive",
+            "--steps",
+            20,
+            5000,
+            20,
+        )
+        assert "autoregressive: reusing" in again.stdout, again.stdout + again.stderr
+
+
+@section("cli")
+def test_the_demo_without_models_names_the_command_that_makes_them():
+    """One sentence, exit status 1."""
+    p = run("d2f.py", 1, 2, "--out", "no/such/folder")
+    assert p.returncode == 1 and "python train_tiny.py" in p.stderr and "Traceback" not in p.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- running
+
+
+def run_test(f, verbose: bool) -> str:
+    """PASS, FAIL or SKIP; prints the line, and why."""
+    started, out, why = time.perf_counter(), io.StringIO(), ""
+    torch.manual_seed(0)
+    try:
+        with contextlib.redirect_stdout(sys.stdout if verbose else out):
+            f()
+        status = "PASS"
+    except Skip as e:
+        status, why = "SKIP", f": {e}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        status = "FAIL"
+        traceback.print_exc(file=sys.stdout)
+    print(f"{status} {time.perf_counter() - started:6.2f} s  {f.__name__}{why}", flush=True)
+    return status
+
+
+def main():
+    p = argparse.ArgumentParser(description="Run the project's tests.")
+    p.add_argument("--list", action="store_true", help="print the tests and their sections, run nothing")
+    p.add_argument("-k", metavar="WORD", default="", help="only tests whose name contains WORD")
+    p.add_argument("--only", choices=sorted({s for s, _ in TESTS}), help="only this section")
+    p.add_argument("-v", action="store_true", help="show what tests print")
+    args = p.parse_args()
+    chosen = [(s, f) for s, f in TESTS if args.k in f.__name__ and args.only in (None, s)]
+    if args.list:
+        for name, f in chosen:
+            print(f"{name:8s} {f.__name__}: {f.__doc__.splitlines()[0]}")
+        return
+    torch.set_num_threads(1)
+    results = [run_test(f, args.v) for _, f in chosen]
+    skipped = f", {results.count('SKIP')} skipped" if "SKIP" in results else ""
+    print(f"{results.count('PASS')} passed, {results.count('FAIL')} failed{skipped}")
+    sys.exit("FAIL" in results)
+
+
+if __name__ == "__main__":
+    main()
