@@ -1,21 +1,23 @@
 """D2F, Discrete Diffusion Forcing (arXiv 2508.09192), from the mask to the pipelined decoder.
 
 In the paper's order: block-causal attention (Eq. 2), noise schedules and corruption (Eq. 1), asymmetric
-distillation (Eq. 3), token choice, the decoders that the paper compares, pipelined decoding (Algorithm 2), a demo.
-Expected results: the tables in README.md, printed by `python train_tiny.py`.
+distillation (Eq. 3), token choice, the decoders that the paper compares, pipelined decoding (Algorithm 2), a
+demo. Expected results: the tables in README.md, printed by `python train_tiny.py`.
 
 Symbols: k block size; t, p mask ratio; P prompt length; N number of blocks; tau_add, tau_act, tau_conf the
 thresholds that open a block, fully activate it, accept a token.
 
 Where the released code and the text differ, the default is the released code:
-- distillation is KL(teacher || student), each term divided by its block's mask ratio (paper: KL(student || teacher));
+- distillation is KL(teacher || student), each term divided by its block's mask ratio (paper: KL(student ||
+  teacher));
 - mask ratios start in [0.2, 0.7] and never exceed 0.7 (paper: 0.3 to 0.7);
 - a block opens at decoded fraction >= tau_add (paper: >), and is promoted before the forward (paper: after).
-Where the released code is mistaken, we are not: an answer ends at its first EOS whatever is decided behind it; the
-answer length need not be a multiple of k; mask, padding and unknown ids are never chosen.
+Where the released code is mistaken, we are not: an answer ends at its first EOS whatever is decided behind
+it; the answer length need not be a multiple of k; mask, padding and unknown ids are never chosen.
 
-The network runs on the device. The book - a token buffer and two integers per row - is kept on the host in numpy:
-one synchronisation a forward, and an operation on a few dozen numbers costs a fifth of what it would in torch.
+The network runs on the device. The book - a token buffer and two integers per row - is kept on the host in
+numpy: one synchronisation a forward, and an operation on a few dozen numbers costs a fifth of what it would
+in torch.
 """
 
 import argparse
@@ -31,11 +33,11 @@ import torch.nn.functional as F
 
 from tiny_models import CharTokenizer, addition_prompt, load_checkpoint, read_config, read_sum
 
-# --------------------------------------------------------------------------------- block-causal attention (Eq. 2)
+# ----------------------------------------------------------------------------- block-causal attention (Eq. 2)
 
 
 def block_end(position, prompt_len, k: int):
-    """First position after the block that holds `position`; the prompt is one block. numpy or torch integers."""
+    """First position after the block that holds `position`; the prompt is one block. For numpy and torch."""
     return prompt_len + ((position - prompt_len) // k + 1).clip(0) * k
 
 
@@ -48,7 +50,7 @@ def block_causal_mask(length: int, prompt_len, k: int) -> torch.Tensor:
     return (position < block_end(position, prompt_len[:, None], k)[:, :, None])[:, None]
 
 
-# ------------------------------------------------------------------------- noise schedules and corruption (Eq. 1)
+# --------------------------------------------------------------------- noise schedules and corruption (Eq. 1)
 
 
 def mask_ratios(
@@ -57,7 +59,8 @@ def mask_ratios(
     """Mask ratio t of each block, float32 [batch, n_blocks].
 
     released: t_1 ~ U(0.2, 0.7), then increments U(0, 1) * (0.7 - t_1)/(N - 1): non-decreasing, at most 0.7.
-    paper: N sorted draws of U(0.3, 0.7). random: independent U(0.2, 0.7), the control of Table 4 (only order differs).
+    paper: N sorted draws of U(0.3, 0.7). random: independent U(0.2, 0.7), the control of Table 4 (only order
+    differs).
     """
 
     def rand(n):
@@ -89,11 +92,13 @@ def corrupt(tokens, prompt_len, k: int, ratios, mask_id: int, uniform):
     return torch.where(masked, mask_id, tokens), masked, p
 
 
-# -------------------------------------------------------------------------------------------------------- losses
+# ----------------------------------------------------------------------------------------------------- losses
 
 
 def align(logits, shift: bool):
-    """Logits [B, L, V] such that row i predicts token i. Nothing predicts token 0 of a shifted model: uniform."""
+    """Logits [B, L, V] such that row i predicts token i. Nothing predicts token 0 of a shifted model:
+    uniform.
+    """
     return torch.cat((torch.ones_like(logits[:, :1]), logits[:, :-1]), 1) if shift else logits
 
 
@@ -103,7 +108,7 @@ def mean_over(terms, p):
 
 
 def masked_cross_entropy(logits, tokens, masked, p=None):
-    """Masked-diffusion loss (the teacher's training): cross-entropy of the true tokens at masked positions."""
+    """Masked-diffusion loss (the teacher's): cross-entropy of the true tokens at masked positions."""
     terms = F.cross_entropy(logits[masked].float(), tokens[masked], reduction="none")
     return mean_over(terms, None if p is None else p[masked])
 
@@ -112,7 +117,8 @@ def distillation_loss(student_logits, teacher_logits, masked, p=None, direction:
     """Asymmetric distillation, Eq. 3: KL over the masked tokens; no gradient reaches the teacher.
 
     Logits [B, L, V] aligned to the tokens they predict, masked bool [B, L], p [B, L] divides each term.
-    direction: "forward" = KL(teacher || student) as released, "reverse" = KL(student || teacher) as in the paper.
+    direction: "forward" = KL(teacher || student) as released, "reverse" = KL(student || teacher) as in the
+    paper.
     """
     student = student_logits[masked].float().log_softmax(-1)  # (M, V)
     teacher = teacher_logits.detach()[masked].float().log_softmax(-1)
@@ -125,7 +131,9 @@ def distillation_loss(student_logits, teacher_logits, masked, p=None, direction:
 def d2f_loss(
     student, teacher, tokens, prompt_len, k, schedule="released", direction="forward", weighted=True, gen=None
 ):
-    """One step of D2F training: the same noisy sequence, seen block-causally by the student, whole by the teacher."""
+    """One step of D2F training: the same noisy sequence, seen block-causally by the student, whole by the
+    teacher.
+    """
     B, L = tokens.shape
     n_blocks = max(1, -(-(L - int(prompt_len.min())) // k))
     ratios = mask_ratios(B, n_blocks, schedule, gen, tokens.device)
@@ -137,16 +145,17 @@ def d2f_loss(
     return distillation_loss(logits, target, masked, p if weighted else None, direction)
 
 
-# -------------------------------------------------------------------------------- token choice and its confidence
+# ---------------------------------------------------------------------------- token choice and its confidence
 
 
 @dataclass
 class Sampling:
     """How a token and its confidence are taken from logits. temperature 0 is argmax.
 
-    confidence ranks positions: "probability", "margin" (top-1 minus top-2), "entropy" (negative entropy) or "random".
-    Thresholds always test the probability. forbidden: further ids never chosen. deferred: ids whose probability counts
-    as 0, so that they are decided last. seed: row b of a batch draws from a generator seeded with seed + b.
+    confidence ranks positions: "probability", "margin" (top-1 minus top-2), "entropy" (negative entropy) or
+    "random". Thresholds always test the probability. forbidden: further ids never chosen. deferred: ids whose
+    probability counts as 0, so that they are decided last. seed: row b of a batch draws from a generator
+    seeded with seed + b.
     """
 
     temperature: float = 0.0
@@ -227,7 +236,9 @@ class Chooser:
         return (p / noise).argmax(-1)
 
     def draws(self, rows, draw):
-        """draw(n, generator) for the n positions of each batch row, from its own generator; concatenated [M, ...]."""
+        """draw(n, generator) for the n positions of each batch row, from its own generator; concatenated [M,
+        ...].
+        """
         counts = np.bincount(rows, minlength=len(self.generators))
         return torch.cat([draw(int(n), g) for n, g in zip(counts, self.generators, strict=True)])
 
@@ -244,12 +255,14 @@ def keep_top(logits, top_p: float | None, top_k: int | None):
     return logits
 
 
-# ---------------------------------------------------------------------------------------------- what decoders share
+# ---------------------------------------------------------------------------------------- what decoders share
 
 
 @dataclass
 class Step:
-    """What one forward did, handed to `watch`. Arrays are live: copy what you keep. Rows are those still decoding."""
+    """What one forward did, handed to `watch`. Arrays are live: copy what you keep. Rows are those still
+    decoding.
+    """
 
     rows: np.ndarray  # [b] index of each row in the list of prompts
     tokens: np.ndarray  # [b, L] after the commits of this step
@@ -279,10 +292,12 @@ Watch = Callable[[Step], None]
 
 
 class Book:
-    """The host's side of a decode: the token buffer, lengths, and the calls of the network. Rows that are done leave it.
+    """The host's side of a decode: the token buffer, lengths, and the calls of the network. Rows that are
+    done leave it.
 
-    tokens int64 [B, L], the prompt, then mask ids; prompt_len [B]; n_cached [B] positions in the cache; rows [B]
-    the index of each row in the caller's list. Answer coordinates count from the end of the prompt: [B, A].
+    tokens int64 [B, L], the prompt, then mask ids; prompt_len [B]; n_cached [B] positions in the cache; rows
+    [B] the index of each row in the caller's list. Answer coordinates count from the end of the prompt: [B,
+    A].
     """
 
     def __init__(
@@ -314,7 +329,8 @@ class Book:
     def forward(self, start, stop, attend):
         """Run the network over positions [start, stop) of each row, for `predict` to read.
 
-        start, stop: int [B]. attend(position [B, T]) is the first key position that a query there may not see.
+        start, stop: int [B]. attend(position [B, T]) is the first key position that a query there may not
+        see.
         """
         at = start[:, None] + np.arange((stop - start).max())  # (B, T)
         inside = np.minimum(at, stop[:, None] - 1)
@@ -337,7 +353,8 @@ class Book:
         return np.zeros_like(at) + self.end[:, None]
 
     def predict(self, wanted):
-        """Predictions at answer positions: wanted bool [B, n], n <= A -> token, probability, confidence [B, n].
+        """Predictions at answer positions: wanted bool [B, n], n <= A -> token, probability, confidence [B,
+        n].
 
         Where nothing is wanted the probability is 0 and the confidence -inf.
         """
@@ -357,7 +374,9 @@ class Book:
         return token, probability, confidence
 
     def commit(self, chosen, token, n_final=None, **seen):
-        """Write token [B, n] at the answer positions where chosen [B, n]. The cache commits by moving a number."""
+        """Write token [B, n] at the answer positions where chosen [B, n]. The cache commits by moving a
+        number.
+        """
         rows, i = np.nonzero(chosen)
         self.tokens[rows, self.prompt_len[rows] + i] = token[rows, i]
         before, self.n_cached = self.n_cached, self.n_cached if n_final is None else n_final
@@ -367,7 +386,9 @@ class Book:
             self.watch(Step(*live, before, self.n_cached, commits, **seen))
 
     def finish(self, done, state=None):
-        """Take the rows where done [B] out of the batch. state [B] is the decoder's own number; returns the rest of it."""
+        """Take the rows where done [B] out of the batch. state [B] is the decoder's own number; returns the
+        rest of it.
+        """
         if not done.any():
             return state
         for b in np.flatnonzero(done):
@@ -385,7 +406,8 @@ class Book:
 def check_prompts(prompts, max_new_tokens: int, config) -> list[np.ndarray]:
     """Prompts (token ids; one prompt or a list of them) as int arrays; ValueError for what cannot be decoded.
 
-    A shifted model needs a token before the first one, so an empty prompt becomes its EOS, as Dream begins a text.
+    A shifted model needs a token before the first one, so an empty prompt becomes its EOS, as Dream begins a
+    text.
     """
     if isinstance(prompts, np.ndarray | torch.Tensor) or (len(prompts) and np.ndim(prompts[0]) == 0):
         prompts = [prompts] if np.ndim(prompts) == 1 else list(prompts)
@@ -409,7 +431,8 @@ def check_prompts(prompts, max_new_tokens: int, config) -> list[np.ndarray]:
             )
         if len(p) + max_new_tokens > config.max_len:
             raise ValueError(
-                f"prompt {b} has {len(p)} tokens and max_new_tokens is {max_new_tokens}; together at most {config.max_len}"
+                f"prompt {b} has {len(p)} tokens and max_new_tokens is {max_new_tokens}; "
+                f"together at most {config.max_len}"
             )
     return [np.array([config.eos_id]) if config.shift and len(p) == 0 else p for p in prompts]
 
@@ -454,7 +477,7 @@ def accept(probability, confidence, tau_conf: float, must):
     return chosen
 
 
-# ------------------------------------------------------------------------------------- the decoders it is compared to
+# ----------------------------------------------------------------------------- the decoders it is compared to
 
 
 @torch.inference_mode()
@@ -489,7 +512,8 @@ ORDERS = {  # order of vanilla decoding -> confidence that ranks the positions
 def transfer_plan(order: str, A: int, k: int, steps: int):
     """For each step of vanilla decoding: the answer positions [lo, hi) it may decide, and how many.
 
-    LLaDA decides a count a step, an even share of its block; Dream a share 1 - s/t of what is masked, all at the end.
+    LLaDA decides a count a step, an even share of its block; Dream a share 1 - s/t of what is masked, all at
+    the end.
     """
     if order == "low_confidence":
         each = steps // -(-A // k)
@@ -519,10 +543,11 @@ def vanilla_decode(
 ) -> Decoded:
     """Decoding as LLaDA and Dream were released: every step runs the whole sequence, nothing is cached.
 
-    order "low_confidence" is LLaDA: blocks of block_length from left to right, steps / blocks steps each; a step keeps
-    its share of the most confident predictions and masks the others again. "maskgit_plus", "topk_margin", "entropy"
-    are Dream: one block; at time t a share 1 - s/t of the masks is decided, the most confident first; "origin" decides
-    each with that probability. steps defaults to one token a step. cfg_scale > 0 is LLaDA's classifier-free guidance.
+    order "low_confidence" is LLaDA: blocks of block_length from left to right, steps / blocks steps each; a
+    step keeps its share of the most confident predictions and masks the others again. "maskgit_plus",
+    "topk_margin", "entropy" are Dream: one block; at time t a share 1 - s/t of the masks is decided, the most
+    confident first; "origin" decides each with that probability. steps defaults to one token a step.
+    cfg_scale > 0 is LLaDA's classifier-free guidance.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r} is unknown; known are {', '.join(ORDERS)}")
@@ -572,9 +597,10 @@ def cached_decode(
 ) -> Decoded:
     """Fast-dLLM: a bidirectional model, blocks from left to right, every prediction above tau_conf accepted.
 
-    Each block begins with a forward of the whole sequence, whose K/V are kept. Until the block is done, "prefix" then
-    re-runs the block and all behind it, "dual" the block alone; what is not re-run is approximate, for its K/V are those
-    of the block's first forward. "none" re-runs everything (with one block: threshold-parallel decoding, no cache).
+    Each block begins with a forward of the whole sequence, whose K/V are kept. Until the block is done,
+    "prefix" then re-runs the block and all behind it, "dual" the block alone; what is not re-run is
+    approximate, for its K/V are those of the block's first forward. "none" re-runs everything (with one
+    block: threshold-parallel decoding, no cache).
     """
     if cache not in ("none", "prefix", "dual"):
         raise ValueError(f"cache {cache!r} is unknown; known are none, prefix, dual")
@@ -598,7 +624,9 @@ def cached_decode(
 
 
 def answer_settled(answer, config):
-    """bool [B]: nothing is masked before the first EOS of answer [B, A] (or anywhere), so the text cannot change."""
+    """bool [B]: nothing is masked before the first EOS of answer [B, A] (or anywhere), so the text cannot
+    change.
+    """
     A = answer.shape[1]
     first = [
         np.where(hit.any(1), hit.argmax(1), A) for hit in (answer == config.mask_id, answer == config.eos_id)
@@ -606,7 +634,7 @@ def answer_settled(answer, config):
     return (first[0] > first[1]) | (first[0] == A)
 
 
-# ------------------------------------------------------------------------------ pipelined decoding (Algorithm 2)
+# --------------------------------------------------------------------------- pipelined decoding (Algorithm 2)
 
 
 @torch.inference_mode()
@@ -625,10 +653,11 @@ def pipelined_decode(
 ) -> Decoded:
     """Algorithm 2: blocks are decoded in a pipeline, each opened while the ones before it are still in work.
 
-    A semi-activated block commits only predictions above tau_conf; a fully activated one at least its best in each
-    forward. tau_add 1 opens a block only when the last is complete: one block at a time ("cache only", Tables 5, 7).
-    tau_add = tau_act leaves a single state (Table 3). stop_at_eos False decodes on behind an EOS, as released; the text is
-    the same. use_cache False re-runs the whole sequence in each forward; the output is the same.
+    A semi-activated block commits only predictions above tau_conf; a fully activated one at least its best in
+    each forward. tau_add 1 opens a block only when the last is complete: one block at a time ("cache only",
+    Tables 5, 7). tau_add = tau_act leaves a single state (Table 3). stop_at_eos False decodes on behind an
+    EOS, as released; the text is the same. use_cache False re-runs the whole sequence in each forward; the
+    output is the same.
     """
     k, A, c = block_size, max_new_tokens, model.config
     check_thresholds(k, tau_add=tau_add, tau_act=tau_act, tau_conf=tau_conf)
@@ -645,7 +674,8 @@ def pipelined_decode(
             (size - left) / size, ((0, 0), (1, 0)), constant_values=1.0
         )  # (B, N + 1), the prompt first
 
-        # lines 3-5: open a block when the last open one is decoded to tau_add, until an EOS is committed anywhere
+        # lines 3-5: open a block when the last open one is decoded to tau_add, until an EOS is committed
+        # anywhere
         eos = answer == c.eos_id
         may_open = (n_open < N) & ~eos.any(1) & (decoded[np.arange(len(answer)), n_open] >= tau_add)
         opened = n_open + may_open
@@ -658,7 +688,8 @@ def pipelined_decode(
             continue
         n_open = opened
 
-        # lines 6-8: a block is fully activated when its predecessor is decoded to tau_act (it stays so: masks only go)
+        # lines 6-8: a block is fully activated when its predecessor is decoded to tau_act (it stays so: masks
+        # only go)
         full = is_open & (decoded[:, :-1] >= tau_act)
 
         # line 9: one forward over what is not cached; blocks complete before it are final after it
@@ -680,7 +711,7 @@ def pipelined_decode(
     return book.out
 
 
-# --------------------------------------------------------------------------------------------------------- demo
+# ------------------------------------------------------------------------------------------------------- demo
 
 METHODS = {  # --method -> the phase of `train_tiny.py` whose model it uses
     "pipelined": "student",
@@ -765,9 +796,8 @@ def main(argv=None):
                 commits = " ".join(f"{p}:{tokenizer.decode([t], eos='$')}" for _, p, t in step.commits)
                 print(f"{next(forwards):3d}  {ran}  cached {step.n_final[0]:3d}  commits {commits}")
             else:
-                print(
-                    f"{next(forwards):3d}  {ran} {draw(step, tokenizer, args.block_size, sys.stdout.isatty())}"
-                )
+                picture = draw(step, tokenizer, args.block_size, sys.stdout.isatty())
+                print(f"{next(forwards):3d}  {ran} {picture}")
 
         started = time.perf_counter()
         out = demo_decode(args, config, model, tokenizer.encode(prompt), watch)
@@ -780,9 +810,8 @@ def main(argv=None):
         print("\n  cached   [fully activated]   (semi-activated)   \u00b7 masked   $ end of sequence")
     total = read_sum(tokenizer.decode(out.answers[0]))
     print(f"{args.a} + {args.b} = {total}  ({'right' if total == args.a + args.b else 'wrong'})")
-    print(
-        f"{n} answer tokens, {out.forwards} forwards, {n / out.forwards:.1f} tokens a forward, {seconds:.3f} s"
-    )
+    per = n / out.forwards
+    print(f"{n} answer tokens, {out.forwards} forwards, {per:.1f} tokens a forward, {seconds:.3f} s")
 
 
 if __name__ == "__main__":

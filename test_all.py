@@ -1,7 +1,8 @@
 """Every test of the project. `python test_all.py` (-h for a choice of tests)
 
-No framework: a test is a function `test_...` whose docstring says which property it checks. It passes if it returns,
-fails if it raises, is skipped if it raises Skip. The last line counts them: N passed, N failed, N skipped.
+No framework: a test is a function `test_...` whose docstring says which property it checks. It passes if it
+returns, fails if it raises, is skipped if it raises Skip. The last line counts them: N passed, N failed, N
+skipped.
 """
 
 import argparse
@@ -15,9 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +66,17 @@ def raises(message: str, call, *args, **kwargs):
     raise AssertionError(f"no error was raised; expected {message!r}")
 
 
+def run(*args, timeout=300, **kwargs):
+    """Run a Python command of the project in a subprocess, on one thread; returns the finished process."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(
+        command, cwd=HERE, env=env, capture_output=True, text=True, timeout=timeout, **kwargs
+    )
+
+
 def random_model(seed: int = 0, spread: float = 4.0, **changes) -> Transformer:
-    """An untrained transformer whose logits have a standard deviation of about `spread`, so confidences vary."""
+    """An untrained transformer with logits of standard deviation about `spread`, so that confidences vary."""
     fields = dict(
         vocab_size=24, n_tokens=20, mask_id=17, eos_id=18, pad_id=19, d_model=32, n_layers=2, d_mlp=48
     )
@@ -113,7 +123,7 @@ def decoders(model, A: int) -> dict:
     return some
 
 
-# ------------------------------------------------------------------------ golden vectors of the released LLaDA, Dream, D2F
+# ----------------------------------------------------------- golden vectors of the released LLaDA, Dream, D2F
 
 CASES = ("llada_mha", "llada_gqa_sharded", "llada_tied", "dream_gqa", "dream_mha_sharded")
 CONFIDENCE = {"default": "probability", "neg_entropy": "entropy", "margin_confidence": "margin"}
@@ -133,7 +143,9 @@ def golden(case: str, name: str):
 
 @section("golden")
 def test_golden_logits_bidirectional_and_block_causal():
-    """Logits equal the released models': names, norms, RoPE, grouped heads, biases, tied and untied heads, shards."""
+    """Logits equal the released models': names, norms, RoPE, grouped heads, biases, tied and untied heads,
+    shards.
+    """
     for case in CASES:
         t, model = read_safetensors(FIXTURES / case / "logits.safetensors"), golden_model(case)
         for e in golden(case, "logits"):
@@ -214,7 +226,9 @@ def test_golden_shift():
 
 @section("golden")
 def test_golden_losses():
-    """Both released losses from their own logits. Ours is a KL: the released soft one adds the teacher's entropy."""
+    """Both released losses from their own logits. Ours is a KL: the released soft one adds the teacher's
+    entropy.
+    """
     for case in ("llada_mha", "dream_gqa"):
         t, j = read_safetensors(FIXTURES / case / "loss.safetensors"), golden(case, "loss")
         masked, logits = t["masked_indices"], []
@@ -232,7 +246,7 @@ def test_golden_losses():
 
 @section("golden")
 def test_golden_pipelined_decoding():
-    """Released D2F runs: tokens, number of forwards, and at each forward what is run, cached and committed."""
+    """Released D2F runs: tokens, forwards, and what each forward runs, caches and commits."""
     for case in CASES:
         model = golden_model(case)
         for i, run in enumerate(golden(case, "d2f_sampler")):
@@ -268,7 +282,9 @@ def test_golden_pipelined_decoding():
 
 @section("golden")
 def test_golden_vanilla_decoding():
-    """Released LLaDA and Dream samplers: the positions and tokens that each step commits, batches and guidance too."""
+    """Released LLaDA and Dream samplers: the positions and tokens that each step commits, batches and
+    guidance too.
+    """
     for case in CASES:
         model, llada = golden_model(case), case.startswith("llada")
         for i, run in enumerate(golden(case, "llada_generate" if llada else "dream_generate")):
@@ -300,12 +316,14 @@ def test_golden_vanilla_decoding():
             )
 
 
-# ------------------------------------------------------------------------------------------ block-causal attention
+# ------------------------------------------------------------------------------------- block-causal attention
 
 
 @section("mask")
 def test_mask_equals_its_definition():
-    """True = may attend: own block, earlier blocks, the prompt; a prompt row sees the prompt. Ragged last blocks."""
+    """True = may attend: own block, earlier blocks, the prompt; a prompt row sees the prompt. Ragged last
+    blocks.
+    """
     for L, P, k in ((7, 3, 2), (9, 0, 4), (10, 10, 3), (12, 1, 5), (6, 2, 9), (5, 0, 1)):
         mask = d2f.block_causal_mask(L, torch.tensor([P, 0]), k)
         for b, p in enumerate((P, 0)):
@@ -327,7 +345,9 @@ def test_block_size_one_is_causal_and_one_block_is_bidirectional():
 
 @section("mask")
 def test_later_blocks_have_no_gradient_on_earlier_outputs():
-    """Causality by gradient: through every layer, an output depends on its own and earlier blocks and on nothing else."""
+    """Causality by gradient: through every layer, an output depends on its own and earlier blocks and on
+    nothing else.
+    """
     model, P, k, L = random_model(1), 3, 4, 14
     mask = d2f.block_causal_mask(L, torch.tensor([P]), k)
     rope, additive = model.place(L, 0, mask, None)
@@ -341,12 +361,12 @@ def test_later_blocks_have_no_gradient_on_earlier_outputs():
         assert torch.equal(touched, mask[0, 0, position]), position
 
 
-# ----------------------------------------------------------------------------------------------------------- loss
+# ------------------------------------------------------------------------------------------------------- loss
 
 
 @section("loss")
 def test_schedules():
-    """released: non-decreasing, 0.2 to 0.7; paper: increasing, 0.3 to 0.7; random: 0.2 to 0.7, not ordered."""
+    """released: non-decreasing, 0.2 to 0.7; paper: increasing, 0.3 to 0.7; random: 0.2 to 0.7, unordered."""
     g = torch.Generator().manual_seed(0)
     for schedule, low in (("released", 0.2), ("paper", 0.3), ("random", 0.2)):
         t = d2f.mask_ratios(2000, 6, schedule, g)
@@ -374,7 +394,9 @@ def test_corruption_masks_each_block_at_its_ratio():
 
 @section("loss")
 def test_distillation_loss_against_a_direct_formula():
-    """forward = KL(teacher || student), reverse = KL(student || teacher), over masked tokens, each divided by p."""
+    """forward = KL(teacher || student), reverse = KL(student || teacher), over masked tokens, each divided by
+    p.
+    """
     g = torch.Generator().manual_seed(0)
     s, t = (torch.randn(2, 7, 11, generator=g, dtype=torch.float32) for _ in range(2))
     masked, p = torch.rand(2, 7, generator=g) < 0.5, torch.rand(2, 7, generator=g) * 0.5 + 0.2
@@ -395,7 +417,9 @@ def test_distillation_loss_against_a_direct_formula():
 
 @section("loss")
 def test_loss_is_zero_when_the_student_equals_the_teacher():
-    """Under the same mask (one block, no prompt) the student is the teacher: no loss; under a block mask there is one."""
+    """Under the same mask (one block, no prompt) the student is the teacher: no loss; under a block mask
+    there is one.
+    """
     model = random_model(3)
     tokens, P = torch.randint(0, 17, (3, 12)), torch.zeros(3, dtype=torch.int64)
     for direction in ("forward", "reverse"):
@@ -426,12 +450,12 @@ def test_no_gradient_reaches_the_teacher():
     assert sum(p.grad.abs().sum() for p in student.parameters() if p.grad is not None) > 0
 
 
-# -------------------------------------------------------------------------------------------------------- choosing
+# --------------------------------------------------------------------------------------------------- choosing
 
 
 @section("choose")
 def test_choice_never_takes_a_forbidden_id():
-    """Mask, padding and ids beyond the tokenizer are never chosen, greedy or sampled, whatever their logits."""
+    """Mask, padding and ids beyond the tokenizer are never chosen, greedy or sampled."""
     model = random_model()
     logits = torch.zeros(50, 24)
     logits[:, [17, 19, 20, 23]] = 30.0  # mask, pad, beyond
@@ -462,7 +486,9 @@ def test_confidence_measures_against_their_formulas():
 
 @section("choose")
 def test_sampling_frequencies_and_filters():
-    """At temperature 1 draws follow the softmax; top-k and top-p keep the smallest sets, and at least one token."""
+    """At temperature 1 draws follow the softmax; top-k and top-p keep the smallest sets, and at least one
+    token.
+    """
     model, n = random_model(), 20000
     p = torch.tensor([0.5, 0.25, 0.15, 0.1])
     logits = torch.full((n, 24), -100.0)
@@ -482,12 +508,14 @@ def test_sampling_frequencies_and_filters():
         assert np.abs(prob - want[token]).max() < 1e-4  # the confidence is the filtered probability
 
 
-# ------------------------------------------------------------------------------------------------------- decoding
+# --------------------------------------------------------------------------------------------------- decoding
 
 
 @section("decode")
 def test_cached_pipelined_decoding_equals_uncached():
-    """The block-causal cache is exact: at every step the same window of the answer, the same commits, the same book."""
+    """The block-causal cache is exact: at every step the same window of the answer, the same commits, the
+    same book.
+    """
     for seed in range(6):
         for shift in (False, True):
             model, traces = random_model(seed, shift=shift), []
@@ -508,22 +536,27 @@ def test_cached_pipelined_decoding_equals_uncached():
 
 @section("decode")
 def test_pipelined_tokens_are_those_of_the_whole_sequence():
-    """Each token committed is the argmax of an uncached forward of what stood before, at block boundaries too (shift)."""
+    """Each token committed is the argmax of an uncached forward of what stood before, at block boundaries too
+    (shift).
+    """
     P, k, boundaries = 6, 4, 0
     for seed in range(6):
         model = random_model(seed, shift=bool(seed % 2))
         before = [np.full((1, P + 20), 17)]
         before[0][0, :P] = random_prompts(seed, [P])[0]
 
-        def watch(step, model=model, before=before):
+        committed = []
+
+        def watch(step, model=model, before=before, committed=committed):
             mask = d2f.block_causal_mask(P + 20, torch.tensor([P]), k)
             logits = d2f.align(model(torch.from_numpy(before[0]), mask=mask), model.config.shift)
             for _, position, token in step.commits:
-                assert token == logits[0, position, :19].index_fill(0, torch.tensor(17), -9e9).argmax(), position
+                assert token == logits[0, position, :19].index_fill(0, torch.tensor(17), -9e9).argmax(), (
+                    position
+                )
             before[0] = step.tokens.copy()
             committed.extend((step.commits[:, 1] - P) % k)
 
-        committed = []
         d2f.pipelined_decode(model, before[0][0, :P], 20, k, tau_conf=0.5, watch=watch, stop_at_eos=False)
         boundaries += committed.count(0)
     assert boundaries > 10, boundaries
@@ -531,7 +564,9 @@ def test_pipelined_tokens_are_those_of_the_whole_sequence():
 
 @section("decode")
 def test_batched_decoding_equals_single():
-    """Each row of a ragged batch decodes as if alone, greedy and (with its own generator) sampled, in every decoder."""
+    """Each row of a ragged batch decodes as if alone, greedy and (with its own generator) sampled, in every
+    decoder.
+    """
     for seed in range(4):
         causal = seed % 2 == 1
         model = random_model(seed, causal=causal, shift=causal)
@@ -552,7 +587,9 @@ def test_batched_decoding_equals_single():
 
 @section("decode")
 def test_confidence_ties_go_to_the_left():
-    """Without a prompt all masks look alike; rounding must not decide which comes first, or batches would differ."""
+    """Without a prompt all masks look alike; rounding must not decide which comes first, or batches would
+    differ.
+    """
     c = np.array([[0.5, 0.7, -np.inf, 0.7 + 1e-7, 0.1, -np.inf], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
     assert d2f.ranks(c).tolist() == [[2, 0, 4, 1, 3, 5], [5, 4, 3, 2, 1, 0]]
     assert d2f.accept(np.zeros((2, 6)), c, 0.9, np.array([True, True])).argmax(1).tolist() == [1, 5]
@@ -560,7 +597,9 @@ def test_confidence_ties_go_to_the_left():
 
 @section("decode")
 def test_any_prompt_and_answer_length():
-    """Prompts of 0, 1 and odd lengths; answers of 1, k-1, k, k+1; k larger than the answer: all end, of the right length."""
+    """Prompts of 0, 1 and odd lengths; answers of 1, k-1, k, k+1; k larger than the answer: all end, of the
+    right length.
+    """
     for shift in (False, True):
         model = random_model(5, shift=shift, causal=shift)
         for P in (0, 1, 5):
@@ -575,7 +614,9 @@ def test_any_prompt_and_answer_length():
 
 @section("decode")
 def test_untrained_models_terminate_without_masks():
-    """Thresholds of 0, 0.5 and 1 at temperature 0 and 1 on untrained weights: decoding ends, no mask, pad or unknown id."""
+    """Thresholds of 0, 0.5 and 1 at temperature 0 and 1 on untrained weights: decoding ends, no mask, pad or
+    unknown id.
+    """
     flat, peaked = random_model(8, spread=0.01), random_model(9, spread=30.0)
     for model in (flat, peaked, random_model(10, shift=True)):
         for tau in (0.0, 0.5, 1.0):
@@ -590,7 +631,9 @@ def test_untrained_models_terminate_without_masks():
 
 @section("decode")
 def test_one_block_at_a_time_and_single_state():
-    """tau_add 1 never has two unfinished blocks; tau_add = tau_act has no semi-activated block; the default has both."""
+    """tau_add 1 never has two unfinished blocks; tau_add = tau_act has no semi-activated block; the default
+    has both.
+    """
 
     def most(**thresholds):
         """Over several models, the most blocks that were unfinished, and semi-activated, in one forward."""
@@ -619,10 +662,12 @@ def test_committed_and_cached_tokens_never_change():
     """A token is decided once; what is final is a prefix without masks; at most one block opens a step."""
     for seed in range(5):
         model, history = random_model(seed, shift=bool(seed % 2)), []
-        d2f.pipelined_decode(
-            model, random_prompts(seed, [5]), 21, 4, tau_conf=0.5, tau_act=0.5, stop_at_eos=False,
-            watch=lambda s: history.append((s.tokens[0].copy(), int(s.n_final[0]), int(s.n_open[0]))),
-        )  # fmt: skip
+
+        def watch(step, history=history):
+            history.append((step.tokens[0].copy(), int(step.n_final[0]), int(step.n_open[0])))
+
+        settings = dict(tau_conf=0.5, tau_act=0.5, stop_at_eos=False, watch=watch)
+        d2f.pipelined_decode(model, random_prompts(seed, [5]), 21, 4, **settings)
         for (t0, f0, o0), (t1, f1, o1) in zip(history, history[1:], strict=False):
             assert (t0[t0 != 17] == t1[t0 != 17]).all() and f1 >= f0 and o1 - o0 in (0, 1)
             assert not (t1[:f1] == 17).any()
@@ -646,7 +691,9 @@ def test_autoregressive_equals_a_loop_without_cache():
 
 @section("decode")
 def test_caches_of_one_block_refresh_agree_with_no_cache():
-    """While every forward re-runs everything that can change, the approximate caches are exact: one step a block."""
+    """While every forward re-runs everything that can change, the approximate caches are exact: one step a
+    block.
+    """
     model = random_model(13)
     for cache in ("prefix", "dual"):
         runs = [
@@ -666,7 +713,7 @@ def test_watching_changes_nothing():
         assert a.answers == b.answers and a.forwards == b.forwards == len(steps), name
 
 
-# ------------------------------------------------------------------------------------------------------------ EOS
+# -------------------------------------------------------------------------------------------------------- EOS
 
 
 @section("eos")
@@ -705,7 +752,7 @@ def test_eos_in_a_later_block_does_not_stop_earlier_blocks():
     assert late > 0, "no seed committed an EOS ahead of undecided tokens"
 
 
-# ------------------------------------------------------------------------------------------------------ bad input
+# -------------------------------------------------------------------------------------------------- bad input
 
 
 @section("errors")
@@ -735,7 +782,7 @@ def test_bad_input_gives_one_sentence():
     raises("each must be a multiple", TransformerConfig, 24, 20, 17, 18, 19, n_heads=3)
 
 
-# ----------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------------ files
 
 
 @section("files")
@@ -774,30 +821,41 @@ def test_checkpoint_round_trip():
         assert sorted(os.listdir(d)) == ["m"], "a save leaves nothing else behind"
 
 
+KILLED_SAVES = {  # where the process dies: Python that arranges it
+    "while writing": """
+        def write(path, tensors):
+            open(path, "wb").write(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        tiny_models.write_safetensors = write
+    """,
+    "between the renames": """
+        stock, calls = pathlib.Path.rename, []
+        def rename(old, new):
+            calls.append(1)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            stock(old, new)
+        pathlib.Path.rename = rename
+    """,
+}
+
+
 @section("files")
 def test_a_killed_save_leaves_the_previous_checkpoint():
     """Killed while writing or between the two renames, the folder still loads as it was."""
     with tempfile.TemporaryDirectory() as d:
         model, path = random_model(3), Path(d) / "m"
         save_checkpoint(path, model)
-        for victim in ("write_safetensors", "rename"):
-            code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import os, signal, tiny_models, pathlib, test_all\n"
-            if victim == "rename":  # the second rename never happens
-                code += "stock, n = pathlib.Path.rename, []\n"
-                code += "def rename(p, q):\n  n.append(1)\n  if len(n) == 2: os.kill(os.getpid(), signal.SIGKILL)\n  stock(p, q)\n"
-                code += "pathlib.Path.rename = rename\n"
-            else:
-                code += "def write(path, t):\n  open(path, 'wb').write(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
-                code += "tiny_models.write_safetensors = write\n"
-            code += f"tiny_models.save_checkpoint({str(path)!r}, test_all.random_model(9))\n"
-            assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
-            again = load_checkpoint(path)
-            assert torch.equal(again.lm_head.weight, model.lm_head.weight), victim
+        for where, arrange in KILLED_SAVES.items():
+            code = "import os, pathlib, signal, sys, tiny_models, test_all\n" + textwrap.dedent(arrange)
+            code += "tiny_models.save_checkpoint(sys.argv[1], test_all.random_model(9))\n"
+            assert run("-c", code, path).returncode == -signal.SIGKILL, where
+            assert torch.equal(load_checkpoint(path).lm_head.weight, model.lm_head.weight), where
 
 
 @section("files")
 def test_wrong_checkpoints_are_refused_by_name():
-    """No folder, unknown type, missing, unexpected and mis-shaped tensors, a missing shard, a truncated file."""
+    """No folder, unknown type, missing, unexpected, mis-shaped tensors, a missing or truncated file."""
     with tempfile.TemporaryDirectory() as d:
         folder = Path(d) / "m"
         raises("no checkpoint in", load_checkpoint, folder)
@@ -825,7 +883,7 @@ def test_wrong_checkpoints_are_refused_by_name():
         raises("is not valid JSON", load_checkpoint, folder)
 
 
-# -------------------------------------------------------------------------------------------------- tasks and training
+# ----------------------------------------------------------------------------------------- tasks and training
 
 
 @section("tasks")
@@ -862,28 +920,30 @@ def test_ledger_problems_are_right():
         assert tokenizer.decode(answer, eos="$") == "".join(fields) + "$$$$"
 
 
-def run(*args, timeout=300, **kwargs):
-    """Run a Python command of the project in a subprocess, on one thread; returns the finished process."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
-    command = [sys.executable, *map(str, args)]
-    return subprocess.run(
-        command, cwd=HERE, env=env, capture_output=True, text=True, timeout=timeout, **kwargs
-    )
+ROWS = """autoregressive, KV cache
+teacher, vanilla, one token a step
+teacher, vanilla, half the steps
+teacher, vanilla, a quarter of the steps
+teacher, threshold-parallel, no cache
+teacher, Fast-dLLM prefix cache
+teacher, Fast-dLLM dual cache
+teacher under the block-causal mask
+D2F, one block at a time
+D2F, pipelined, k 4
+D2F, pipelined, larger blocks""".splitlines()
 
 
 @section("cli")
 def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
-    """`train_tiny.py --quick` end to end: all rows, the written table, reuse; then the demo decodes with its models."""
+    """`train_tiny.py --quick` end to end: all rows, the written table, reuse; then the demo decodes with its
+    models.
+    """
     with tempfile.TemporaryDirectory() as d:
         first = run("train_tiny.py", "--quick", "--out", d, "--threads", 1)
         assert first.returncode == 0, first.stderr[-2000:]
         table = (Path(d) / "quick" / "addition-3" / "table.md").read_text()
         assert table in first.stdout
-        for row in (
-            "autoregressive, KV cache", "teacher, vanilla, one token a step", "half the steps", "a quarter of the steps",
-            "threshold-parallel, no cache", "Fast-dLLM prefix", "Fast-dLLM dual", "under the block-causal mask",
-            "one block at a time", "D2F, pipelined, k 4", "D2F, pipelined, larger blocks",
-        ):  # fmt: skip
+        for row in ROWS:
             assert row in table, row
         second = run("train_tiny.py", "--quick", "--out", d, "--threads", 1, "--only", "student")
         assert second.returncode == 0 and "student: reusing" in second.stdout, second.stdout
@@ -962,7 +1022,7 @@ def test_the_demo_without_models_names_the_command_that_makes_them():
     assert p.returncode == 1 and "python train_tiny.py" in p.stderr and "Traceback" not in p.stderr
 
 
-# ----------------------------------------------------------------------------------------------------------- running
+# ---------------------------------------------------------------------------------------------------- running
 
 
 def run_test(f, verbose: bool) -> str:

@@ -1,14 +1,15 @@
 """The ground floor: the networks of both papers at any size, their KV cache, checkpoints and a tokenizer.
 
-`Transformer` is the network of D2F (arXiv 2508.09192): the tiny models trained here, and LLaDA and Dream, are the same
-class with another `TransformerConfig`. Public checkpoints load by renaming tensors (`load_checkpoint`).
+`Transformer` is the network of D2F (arXiv 2508.09192): the tiny models trained here, and LLaDA and Dream, are
+the same class with another `TransformerConfig`. Public checkpoints load by renaming tensors
+(`load_checkpoint`).
 
 Conventions, used by every file:
 - tokens are int64 [B, T]; a boolean mask is True where a query may attend to a key.
 - RoPE is computed in float32 whatever the dtype of the weights.
 - `shift`: output i predicts token i+1 (autoregressive models, Dream) instead of token i (LLaDA).
-- The KV cache is preallocated. A forward writes the K/V of its window at the window's positions; to commit them a
-  decoder moves a number of its own. Nothing is concatenated, copied or cleared.
+- The KV cache is preallocated. A forward writes the K/V of its window at the window's positions; to commit
+  them a decoder moves a number of its own. Nothing is concatenated, copied or cleared.
 """
 
 import json
@@ -22,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# ------------------------------------------------------------------------------------------------ configuration
+# ---------------------------------------------------------------------------------------------- configuration
 
 
 @dataclass
@@ -90,16 +91,16 @@ class RecurrentConfig:
         return self.d_model // self.n_heads
 
 
-# ----------------------------------------------------------------------------------------------------- KV cache
+# --------------------------------------------------------------------------------------------------- KV cache
 
 
 class KVCache:
     """Keys and values of every layer: k, v [slots, batch, kv heads, max_len + 1, head_dim].
 
-    A forward announces its window with `open`, then each layer calls `write`, which stores the window's K/V at its
-    positions and returns all keys and values before `n_keys`. What a window wrote stays until another window
-    writes the same positions, so a decoder commits by not writing there again. The one position past max_len
-    takes what the padding of a ragged batch writes; no mask ever lets it be seen.
+    A forward announces its window with `open`, then each layer calls `write`, which stores the window's K/V
+    at its positions and returns all keys and values before `n_keys`. What a window wrote stays until another
+    window writes the same positions, so a decoder commits by not writing there again. The one position past
+    max_len takes what the padding of a ragged batch writes; no mask ever lets it be seen.
     """
 
     def __init__(self, slots, batch, kv_heads, max_len, head_dim, device="cpu", dtype=torch.float32):
@@ -137,8 +138,8 @@ class KVCache:
 def window_positions(start, length: int, max_len: int, device):
     """Where a window of `length` tokens stands: a slice when all rows agree, else int64 [B, length].
 
-    start: int, int array [B] (first position of each row) or int array [B, length] (every position). Positions
-    past max_len, the padding of a ragged batch, become max_len: the cache's scrap position.
+    start: int, int array [B] (first position of each row) or int array [B, length] (every position).
+    Positions past max_len, the padding of a ragged batch, become max_len: the cache's scrap position.
     """
     if isinstance(start, int) and start + length <= max_len:
         return slice(start, start + length)
@@ -151,11 +152,12 @@ def window_positions(start, length: int, max_len: int, device):
     return torch.from_numpy(np.minimum(at, max_len)).to(device)
 
 
-# ------------------------------------------------------------------------------------------------------- layers
+# ----------------------------------------------------------------------------------------------------- layers
 
 
 def rotary_table(head_dim: int, max_len: int, base: float, interleaved: bool, device) -> torch.Tensor:
-    """[2, max_len + 1, 1, head_dim] float32: cos, and sin with the sign of the first element of each pair folded in.
+    """[2, max_len + 1, 1, head_dim] float32: cos, and sin with the sign of the first element of each pair
+    folded in.
 
     Pairs are (i, i + head_dim/2), or (2i, 2i + 1) when interleaved (Huginn).
     """
@@ -241,7 +243,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-# ------------------------------------------------------------------------------------------------- transformer
+# ------------------------------------------------------------------------------------------------ transformer
 
 
 class Network(nn.Module):
@@ -298,10 +300,11 @@ class Transformer(Network):
         self.lm_head = None if c.tied_head else nn.Linear(c.d_model, c.vocab_size, bias=False)
 
     def hidden(self, tokens, start=0, mask=None, cache=None):
-        """Final hidden states [B, T, d] of a window of tokens [B, T] that begins at position start (see `place`).
+        """Final hidden states [B, T, d] of a window of tokens [B, T] that begins at position start (see
+        `place`).
 
-        With a cache, the window's K/V are written at its positions and it attends to cache[0 : mask.shape[-1]]
-        (without a mask: to everything up to its own last position).
+        With a cache, the window's K/V are written at its positions and it attends to cache[0 :
+        mask.shape[-1]] (without a mask: to everything up to its own last position).
         """
         rope, mask = self.place(tokens.shape[1], start, mask, cache)
         x = self.embedding(tokens)  # (B, T, d)
@@ -321,7 +324,9 @@ class Transformer(Network):
         return KVCache(c.n_layers, batch, c.n_kv_heads, max_len, c.head_dim, self.device, self.dtype)
 
     def init_weights(self, generator=None):
-        """Normal weights: std 1/sqrt(fan in), output projections smaller with depth; for training from scratch."""
+        """Normal weights: std 1/sqrt(fan in), output projections smaller with depth; for training from
+        scratch.
+        """
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 continue
@@ -333,11 +338,13 @@ class Transformer(Network):
         return self
 
 
-# --------------------------------------------------------------------------------------------- recurrent depth
+# -------------------------------------------------------------------------------------------- recurrent depth
 
 
 class SandwichBlock(nn.Module):
-    """Huginn's block: a norm before and after each half; the second one normalises the residual stream itself."""
+    """Huginn's block: a norm before and after each half; the second one normalises the residual stream
+    itself.
+    """
 
     def __init__(self, c: RecurrentConfig):
         super().__init__()
@@ -389,7 +396,9 @@ class RecurrentDepth(Network):
         return x
 
     def recur(self, state, e, window, i: int = 0):
-        """R: states [B, T, d] -> states [B, T, d] after one more recurrence, the i-th: its K/V go to slot i mod n."""
+        """R: states [B, T, d] -> states [B, T, d] after one more recurrence, the i-th: its K/V go to slot i
+        mod n.
+        """
         cache, c = window[2], self.config
         slot = c.n_prelude + (i % cache.n_recurrences * c.n_core if cache else 0)
         x = self.adapter(torch.cat((state, e), -1))
@@ -410,14 +419,18 @@ class RecurrentDepth(Network):
         return F.linear(self.norm(x), self.embedding.weight if self.lm_head is None else self.lm_head.weight)
 
     def initial_state(self, batch: int, length: int, generator=None):
-        """s_0 [batch, length, d]: normal, cut at 3 sigma, times sqrt(d); sigma^2 = 2 / (5 d). Drawn on the CPU."""
+        """s_0 [batch, length, d]: normal, cut at 3 sigma, times sqrt(d); sigma^2 = 2 / (5 d). Drawn on the
+        CPU.
+        """
         sigma = 0.4**0.5  # sqrt(d) times sqrt(2 / (5 d))
         state = torch.empty(batch, length, self.config.d_model)
         nn.init.trunc_normal_(state, 0.0, sigma, -3 * sigma, 3 * sigma, generator=generator)
         return state.to(self.device, self.dtype)
 
     def forward(self, tokens, r: int, state=None):
-        """Logits [B, T, vocab_size] of whole sequences [B, T] after r recurrences from a state, else a random one."""
+        """Logits [B, T, vocab_size] of whole sequences [B, T] after r recurrences from a state, else a random
+        one.
+        """
         w = self.window(tokens.shape[1])
         e = self.embed(tokens, w)
         z = self.initial_state(*tokens.shape) if state is None else state
@@ -426,7 +439,9 @@ class RecurrentDepth(Network):
         return self.decode(z, w)
 
     def new_cache(self, batch: int, max_len: int, n_recurrences: int = 1) -> KVCache:
-        """n_recurrences = 1: a later recurrence overwrites an earlier one's K/V (shared); r: each keeps its own."""
+        """n_recurrences = 1: a later recurrence overwrites an earlier one's K/V (shared); r: each keeps its
+        own.
+        """
         c = self.config
         slots = c.n_prelude + n_recurrences * c.n_core + c.n_coda
         cache = KVCache(slots, batch, c.n_heads, max_len, c.head_dim, self.device, self.dtype)
@@ -445,7 +460,7 @@ class RecurrentDepth(Network):
         return self
 
 
-# ------------------------------------------------------------------------------------------------- safetensors
+# ------------------------------------------------------------------------------------------------ safetensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
@@ -454,7 +469,8 @@ DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": to
 def read_safetensors(path) -> dict[str, torch.Tensor]:
     """Tensors of a .safetensors file by name, memory-mapped: nothing is read until it is used.
 
-    The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, raw data.
+    The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, raw
+    data.
     """
     size = os.path.getsize(path)
     with open(path, "rb") as f:
@@ -496,11 +512,13 @@ def write_safetensors(path, tensors: dict[str, torch.Tensor]):
         f.writelines(data)
 
 
-# ------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 def save_checkpoint(folder, model, **extra):
-    """Write config.json (the config, and `extra`) and model.safetensors into folder, as a whole or not at all."""
+    """Write config.json (the config, and `extra`) and model.safetensors into folder, as a whole or not at
+    all.
+    """
     folder = Path(folder)
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -687,8 +705,8 @@ LAYOUTS |= {name: (cls, own_layout) for name, (cls, _) in MODELS.items()}
 def load_checkpoint(folder, device="cpu", dtype=torch.float32):
     """Model of a checkpoint folder: a tiny one of `save_checkpoint`, LLaDA, Dream or Huginn. In eval mode.
 
-    Raises FileNotFoundError or ValueError, one sentence each: no config, unknown model_type, truncated file, and
-    missing, unexpected or mis-shaped tensors by name.
+    Raises FileNotFoundError or ValueError, one sentence each: no config, unknown model_type, truncated file,
+    and missing, unexpected or mis-shaped tensors by name.
     """
     j = read_config(folder)
     kind = j.get("model_type")
@@ -724,7 +742,7 @@ def load_parameter(param, parts, name: str):
         piece.copy_(part)
 
 
-# ----------------------------------------------------------------------------------------------- tiny tokenizer
+# --------------------------------------------------------------------------------------------- tiny tokenizer
 
 
 class CharTokenizer:
@@ -749,7 +767,7 @@ class CharTokenizer:
         return "".join(symbols[i] for i in ids)
 
 
-# ------------------------------------------------------------------------------------- addition, as the demos write it
+# ---------------------------------------------------------------------------- addition, as the demos write it
 
 
 def addition_prompt(a: int, b: int, digits: int) -> str:

@@ -1,8 +1,9 @@
 """The main job: train tiny models and print the table that shows the papers' claims. `python train_tiny.py`
 
-In order: the tasks, the training loop, the phases of D2F (autoregressive model, bidirectional teacher made from it,
-block-causal student distilled from that), evaluation, the table. A finished phase is a checkpoint folder under --out;
-a second run reuses it (--retrain to redo), so an interrupt loses at most the phase that was running.
+In order: the tasks, the training loop, the phases of D2F (autoregressive model, bidirectional teacher made
+from it, block-causal student distilled from that), evaluation, the table. A finished phase is a checkpoint
+folder under --out; a second run reuses it (--retrain to redo), so an interrupt loses at most the phase that
+was running.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tiny_models import (
     save_checkpoint,
 )
 
-# ------------------------------------------------------------------------------------------------------- tasks
+# ------------------------------------------------------------------------------------------------------ tasks
 
 SPLITS = ("test", "validation")  # the rest is for training
 
@@ -47,10 +48,12 @@ def split_of(problems) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Addition:
-    """a + b with written carries, least significant digit first: 'a+b;' a digit pair -> '=cd;' (carry, digit).
+    """a + b with written carries, least significant digit first: 'a+b;' a digit pair -> '=cd;' (carry,
+    digit).
 
-    An answer stands at a constant distance from its question. Most carries are decided by their own pair; where
-    a_i + b_i = 9 (forced with probability `carry`) the carry travels on. Easy tokens can go in parallel, hard ones cannot.
+    An answer stands at a constant distance from its question. Most carries are decided by their own pair;
+    where a_i + b_i = 9 (forced with probability `carry`) the carry travels on. Easy tokens can go in
+    parallel, hard ones cannot.
     """
 
     digits: int = 23
@@ -81,7 +84,9 @@ class Addition:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A running balance mod 100 after each gain or loss: '+37;' an entry -> '=45;'. Every answer needs the one before."""
+    """A running balance mod 100 after each gain or loss: '+37;' an entry -> '=45;'. Every answer needs the
+    one before.
+    """
 
     digits: int = 23  # entries
     carry: float = 0.0
@@ -106,14 +111,16 @@ TASKS = {"addition": Addition, "ledger": Ledger}
 
 
 def fields(tokenizer, *parts) -> np.ndarray:
-    """Interleave id arrays [n, m] and single characters to tokens [n, m * len(parts)]. A digit's id is its value."""
+    """Interleave id arrays [n, m] and single characters to tokens [n, m * len(parts)]. A digit's id is its
+    value.
+    """
     shape = next(p.shape for p in parts if not isinstance(p, str))
     columns = [np.full(shape, tokenizer.encode(p)[0]) if isinstance(p, str) else p for p in parts]
     return np.stack(columns, -1).reshape(shape[0], -1)
 
 
 def sample(task, tokenizer, rng, n: int, split: str, answer_len: int):
-    """n problems of a split: prompts int64 [n, P], answers int64 [n, answer_len] with EOS from their end on."""
+    """n problems of a split: prompts int64 [n, P], answers int64 [n, answer_len], EOS from their end on."""
     found = []
     while sum(map(len, found)) < n:
         problems = task.problems(rng, 2 * n if split == "train" else 20 * n, training=split == "train")
@@ -132,11 +139,11 @@ def batches(task, tokenizer, rng, batch: int, answer_len: int, device):
         yield tokens, torch.full((batch,), prompts.shape[1], device=device)
 
 
-# ---------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------- training
 
 
-def fit(model, loss_of, data, steps: int, lr: float, name: str, probe: Callable[[], float], lr_floor=0.0):
-    """AdamW with warm-up and cosine decay. loss_of(*batch) -> scalar; probe() -> accuracy, shown in the bar."""
+def fit(model, loss_of, data, steps: int, lr: float, name: str, probe: Callable[[], float]):
+    """AdamW with warm-up and cosine decay. loss_of(*batch) -> scalar; probe() -> accuracy for the bar."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     warm = max(1, steps // 20)
@@ -170,7 +177,9 @@ def autoregressive_loss(model, tokens, prompt_len):
 
 
 def teacher_loss(model, tokens, prompt_len):
-    """Masked-diffusion loss of the bidirectional teacher: a ratio t ~ U(0, 1) a row, stratified over the batch."""
+    """Masked-diffusion loss of the bidirectional teacher: a ratio t ~ U(0, 1) a row, stratified over the
+    batch.
+    """
     B, c = len(tokens), model.config
     t = (torch.arange(B, device=tokens.device) + torch.rand(B, device=tokens.device)) / B
     uniform = torch.rand(tokens.shape, device=tokens.device)
@@ -178,7 +187,7 @@ def teacher_loss(model, tokens, prompt_len):
     return d2f.masked_cross_entropy(d2f.align(model(noisy), c.shift), tokens, masked)
 
 
-# ----------------------------------------------------------------------------------------------- recipe and phases
+# ------------------------------------------------------------------------------------------ recipe and phases
 
 
 @dataclass(frozen=True)
@@ -239,7 +248,9 @@ class Lab:
         self.out = Path(out) / recipe.folder
 
     def phase(self, name: str):
-        """The model of a phase: from its checkpoint when that was made by this recipe, else trained and saved."""
+        """The model of a phase: from its checkpoint when that was made by this recipe, else trained and
+        saved.
+        """
         folder, recipe = self.out / name, asdict(self.r)
         recipe = {
             key: list(v) if isinstance(v, tuple) else v for key, v in recipe.items()
@@ -259,7 +270,9 @@ class Lab:
         return model
 
     def fit(self, model, loss_of, number: int, decode):
-        """Train phase `number` with its own stream of problems; decode(prompts, A) is what its bar's accuracy tests."""
+        """Train phase `number` with its own stream of problems; decode(prompts, A) is what its bar's accuracy
+        tests.
+        """
         r = self.r
         rng = np.random.default_rng((r.seed, number))
         data = batches(r.task, self.tokenizer, rng, r.batch, r.answer_len, self.device)
@@ -286,7 +299,9 @@ class Lab:
         return self.fit(model, functools.partial(autoregressive_loss, model), 0, decode)
 
     def teacher(self):
-        """Dream's way: start from the autoregressive weights and keep the shift. From scratch needs far more steps."""
+        """Dream's way: start from the autoregressive weights and keep the shift. From scratch needs far more
+        steps.
+        """
         model = self.fresh(causal=False)
         if not self.r.from_scratch:
             model.load_state_dict(self.phase("autoregressive").state_dict())
@@ -300,7 +315,7 @@ class Lab:
         return self.fit(model, lambda tokens, P: d2f.d2f_loss(model, teacher, tokens, P, k), 2, decode)
 
 
-# -------------------------------------------------------------------------------------------------- measurements
+# ----------------------------------------------------------------------------------------------- measurements
 
 
 def exact(answers, truth, tokenizer) -> np.ndarray:
@@ -332,7 +347,9 @@ class Row:
 
 
 def time_rows(rows: list[Row], prompts, answer_len: int, device: str):
-    """Answer tokens a second of every row, at batch 1: in turn on each problem, so that noise falls on all alike."""
+    """Answer tokens a second of every row, at batch 1: in turn on each problem, so that noise falls on all
+    alike.
+    """
     times = {id(row): [] for row in rows}
     for i, prompt in enumerate(tqdm([prompts[0], *prompts], "speed", mininterval=0.5)):
         for row in rows:
@@ -349,7 +366,8 @@ def time_rows(rows: list[Row], prompts, answer_len: int, device: str):
 def tune(name: str, settings: list[dict], decode, prompts, answers, tokenizer) -> tuple[str, Callable]:
     """Choose settings on validation problems: the fewest forwards within one point of the best accuracy.
 
-    decode(prompts, A, **setting). Returns the row's name with the chosen setting written out, and the decoder.
+    decode(prompts, A, **setting). Returns the row's name with the chosen setting written out, and the
+    decoder.
     """
     rows = [Row(name, functools.partial(decode, **s)).measure(prompts, answers, tokenizer) for s in settings]
     best = max(row.exact for row in rows)
@@ -358,7 +376,7 @@ def tune(name: str, settings: list[dict], decode, prompts, answers, tokenizer) -
 
 
 def fastest_threads(work: Callable[[], object]) -> int:
-    """1 or 2 CPU threads, whichever runs work() faster here; sets it. Tiny tensors are often slower on two."""
+    """1 or 2 CPU threads, whichever runs work() faster here; sets it. Tiny tensors may be slower on two."""
     took = {}
     for n in (1, 2, 1, 2):
         torch.set_num_threads(n)
@@ -372,7 +390,9 @@ def fastest_threads(work: Callable[[], object]) -> int:
 
 @torch.inference_mode()
 def network_share(model, decode, prompts) -> float:
-    """Share of the wall time of decode(prompt), at batch 1, that passes inside the network. Syncs a CUDA device."""
+    """Share of the wall time of decode(prompt), at batch 1, that passes inside the network. Syncs a CUDA
+    device.
+    """
     inside, stock = [0.0], {name: getattr(model, name) for name in ("hidden", "head")}
 
     def timed(call):
@@ -399,7 +419,7 @@ def network_share(model, decode, prompts) -> float:
             delattr(model, name)
 
 
-# ------------------------------------------------------------------------------------------------------ the table
+# -------------------------------------------------------------------------------------------------- the table
 
 
 def d2f_rows(lab: Lab, ar, teacher, student, n_validation: int) -> list[Row]:
@@ -448,7 +468,7 @@ def d2f_table(rows: list[Row], title: str) -> str:
 
 
 def d2f_claims(rows: list[Row]) -> str:
-    """What the paper claims, in the table's own figures, each with the bound that this project sets itself."""
+    """The paper's claims in the table's own figures, each with the bound that this project sets itself."""
     ar, vanilla, undistilled, single, same_k = rows[0], rows[1], rows[7], rows[8], rows[9]
     best = max(rows[9:], key=lambda r: r.speed)
     near = [r for r in rows[:7] if r.exact >= best.exact - 0.02]
