@@ -182,65 +182,66 @@ class Sampling:
 class Chooser:
     """Turns the logits of a batch's open positions into tokens; holds what one decode call needs for it."""
 
-    def __init__(self, model, sampling: Sampling, batch: int):
-        self.s, c = sampling, model.config
-        never = [c.mask_id, *range(c.n_tokens, c.vocab_size), *sampling.forbidden]
-        never += [c.pad_id] if c.pad_id != c.eos_id else []
-        self.bias = torch.zeros(c.vocab_size, device=model.device)
-        self.bias[never] = float("-inf")
-        self.generators = [torch.Generator(model.device).manual_seed(sampling.seed + b) for b in range(batch)]
+    def __init__(self, config, device, sampling: Sampling, batch: int):
+        self.s, bias = sampling, np.zeros(config.vocab_size, np.float32)
+        bias[[config.mask_id, *sampling.forbidden]] = bias[config.n_tokens :] = -np.inf
+        if config.pad_id != config.eos_id:
+            bias[config.pad_id] = -np.inf
+        self.bias = torch.from_numpy(bias).to(device)
+        if sampling.temperature > 0 or sampling.confidence == "random":
+            self.generators = [torch.Generator(device).manual_seed(sampling.seed + b) for b in range(batch)]
 
     def __call__(self, logits, rows):
         """logits [M, V]; rows: int array [M], ascending, the prompt that each belongs to.
 
-        Returns host arrays [M]: token, its probability (under all ids, chosen or forbidden), its confidence.
+        Returns host arrays [M]: token, its probability (among all ids, chosen or forbidden), its confidence.
         """
         logits = logits.float()
         if self.s.temperature > 0:
             logits = keep_top(logits / self.s.temperature, self.s.top_p, self.s.top_k)
-            token = self.sample(logits, rows)
-            value = logits.gather(1, token[:, None])[:, 0]
+        p = logits.softmax(-1)
+        if self.s.temperature > 0:
+            token = self.sample(p, rows)
+            probability = p.gather(1, token[:, None])[:, 0]
         else:
-            value, token = (logits + self.bias).max(-1)
+            probability, token = (p + self.bias).max(-1)
         if self.s.deferred:
-            logits = logits.index_fill(1, torch.tensor(self.s.deferred, device=logits.device), float("-inf"))
-            value = logits.gather(1, token[:, None])[:, 0]
-        probability = (value - logits.logsumexp(-1)).exp()
-        confidence = self.confidence(logits, probability, rows)
-        picked = (
-            torch.stack((token.float(), probability, confidence)).cpu().numpy()
-        )  # the one synchronisation
-        return picked[0].astype(np.int64), picked[1], picked[2]
+            deferred = torch.tensor(self.s.deferred, device=p.device)
+            p = logits.index_fill(1, deferred, float("-inf")).softmax(-1)
+            probability = p.gather(1, token[:, None])[:, 0]
+        return to_host(token, probability, self.confidence(p, probability, rows))
 
-    def confidence(self, logits, probability, rows):
-        """[M]: what ranks the positions."""
+    def confidence(self, p, probability, rows):
+        """What ranks the positions, [M], from their distributions p [M, V] and chosen probabilities [M]."""
         if self.s.confidence == "margin":
-            top = (logits + self.bias).topk(2).values
-            top = (top - logits.logsumexp(-1, keepdim=True)).exp()
+            top = (p + self.bias).topk(2).values
             return top[:, 0] - top[:, 1]
         if self.s.confidence == "entropy":
-            p = logits.softmax(-1)
             return (p * (p + 1e-10).log()).sum(-1)
         if self.s.confidence == "random":
             return self.draws(rows, lambda n, g: torch.rand(n, generator=g, device=g.device))
         return probability
 
-    def sample(self, logits, rows):
-        """One draw from each row of logits [M, V]: the argmax of p / Exp(1)."""
-        wide = (
-            torch.float32 if logits.device.type == "mps" else torch.float64
-        )  # low precision would favour the top
-        p = (logits + self.bias).to(wide).softmax(-1)
+    def sample(self, p, rows):
+        """One draw from each distribution of p [M, V], without the forbidden ids: the argmax of p / Exp(1)."""
+        low = p.device.type == "mps"  # which has no float64; in low precision the noise favours the top
+        p = (p + self.bias).clamp(min=0).to(torch.float32 if low else torch.float64)
         shape = p.shape[1:]
         noise = self.draws(rows, lambda n, g: p.new_empty((n, *shape)).exponential_(generator=g))
-        return (p / noise).argmax(-1)
+        return (p / noise + self.bias).argmax(-1)
 
     def draws(self, rows, draw):
-        """draw(n, generator) for the n positions of each batch row, from its own generator; concatenated [M,
-        ...].
-        """
+        """draw(n, generator) for the n positions of each prompt, from its own generator: [M, ...]."""
         counts = np.bincount(rows, minlength=len(self.generators))
         return torch.cat([draw(int(n), g) for n, g in zip(counts, self.generators, strict=True)])
+
+
+def to_host(token, *floats):
+    """numpy arrays of 1-D tensors, in one synchronisation: an id below 2**24 survives the trip as a float32."""
+    if token.device.type == "cpu":
+        return [t.numpy() for t in (token, *floats)]
+    token, *floats = torch.stack((token.float(), *floats)).cpu().numpy()
+    return [token.astype(np.int64), *floats]
 
 
 def keep_top(logits, top_p: float | None, top_k: int | None):
@@ -291,31 +292,53 @@ class Decoded:
 Watch = Callable[[Step], None]
 
 
-class Book:
-    """The host's side of a decode: the token buffer, lengths, and the calls of the network. Rows that are
-    done leave it.
+def see_before(at, prompt_len, end):
+    """Causal attention: each position sees up to itself."""
+    return at + 1
 
-    tokens int64 [B, L], the prompt, then mask ids; prompt_len [B]; n_cached [B] positions in the cache; rows
-    [B] the index of each row in the caller's list. Answer coordinates count from the end of the prompt: [B,
-    A].
+
+def see_all(at, prompt_len, end):
+    """Bidirectional attention: each position sees its whole row."""
+    return np.zeros_like(at) + end
+
+
+def see_blocks(k: int):
+    """Block-causal attention: each position sees up to the end of its block."""
+    return lambda at, prompt_len, end: np.minimum(block_end(at, prompt_len, k), end)
+
+
+class Book:
+    """The host's side of a decode: the token buffer, lengths, and the network's calls. Done rows leave it.
+
+    tokens int64 [B, L]: the prompt, then masks, then -1 beyond the answer; see [B, L]: the first position out of
+    each position's sight; prompt_len, n_cached (positions in the cache) [B]; rows [B]: the index of each row in
+    the caller's list. Answer coordinates count from the end of the prompt; `width` >= max_new_tokens of them.
     """
 
-    def __init__(
-        self, model, prompts, max_new_tokens: int, sampling, watch: Watch | None, cached: bool = True
-    ):
+    def __init__(self, model, prompts, max_new_tokens, see, sampling, watch, cached=True, width=None):
         self.model, self.config, self.watch, self.A = model, model.config, watch, max_new_tokens
-        prompts = check_prompts(prompts, max_new_tokens, model.config)
-        B = len(prompts)
+        self.device, prompts = model.device, check_prompts(prompts, max_new_tokens, model.config)
+        B, self.width = len(prompts), width or max_new_tokens
         self.prompt_len = np.array([len(p) for p in prompts])
-        self.tokens = np.full((B, self.prompt_len.max() + max_new_tokens), model.config.mask_id, np.int64)
+        self.tokens = np.full((B, self.prompt_len.max() + self.width), -1)
         for row, prompt in zip(self.tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        self.n_cached, self.rows = np.zeros(B, np.int64), np.arange(B)
-        self.cache = model.new_cache(*self.tokens.shape) if cached else None
-        self.choose = Chooser(model, sampling or Sampling(), B)
+            row[len(prompt) : len(prompt) + max_new_tokens] = model.config.mask_id
+        at = np.zeros_like(self.tokens) + np.arange(self.tokens.shape[1])
+        self.see = see(at, self.prompt_len[:, None], self.end[:, None])
+        self.keys = torch.arange(self.tokens.shape[1], device=self.device)
+        self.cache = model.new_cache(B, int(self.end.max())) if cached else None
+        self.choose = Chooser(model.config, self.device, sampling or Sampling(), B)
         self.out = Decoded(
-            [[]] * B, [None] * B, np.zeros(B, np.int64), cache_bytes=self.cache.nbytes if cached else 0
+            [[]] * B, [None] * B, np.zeros(B, np.int64), cache_bytes=cached and self.cache.nbytes
         )
+        self.n_cached, self.rows = np.zeros(B, np.int64), np.arange(B)
+        self.index()
+
+    def index(self):
+        """Where each row's tokens begin in memory, [B, 1], and its answer lies, [B, width]."""
+        self.origin = np.arange(0, self.tokens.size, self.tokens.shape[1])[:, None]
+        self.answer_at = self.origin + self.prompt_len[:, None] + np.arange(self.width)
 
     @property
     def end(self):
@@ -323,83 +346,71 @@ class Book:
         return self.prompt_len + self.A
 
     def answer(self) -> np.ndarray:
-        """[B, A] the answers as they stand."""
-        return np.take_along_axis(self.tokens, self.prompt_len[:, None] + np.arange(self.A), 1)
+        """[B, width] the answers as they stand."""
+        return self.tokens.take(self.answer_at)
 
-    def forward(self, start, stop, attend):
-        """Run the network over positions [start, stop) of each row, for `predict` to read.
-
-        start, stop: int [B]. attend(position [B, T]) is the first key position that a query there may not
-        see.
-        """
+    def forward(self, start, stop):
+        """Run the network over positions [start, stop) of each row, int [B], for `predict` to read."""
         at = start[:, None] + np.arange((stop - start).max())  # (B, T)
-        inside = np.minimum(at, stop[:, None] - 1)
-        window, see = np.take_along_axis(self.tokens, inside, 1), attend(inside)
-        n_keys, mask, device = int(see.max()), None, self.model.device
-        same = start.min() == start.max() and stop.min() == stop.max()
+        same = len(at) == 1 or bool((start == start[0]).all() and (stop == stop[0]).all())
+        flat = self.origin + (at if same else np.minimum(at, stop[:, None] - 1))
+        see = self.see.take(flat)
+        n_keys, mask = int(see.max()), None
         if not same or see.min() < n_keys or n_keys > stop[0] or self.config.causal and at.shape[1] > 1:
-            see = torch.from_numpy(see).to(device)
-            mask = (torch.arange(n_keys, device=device) < see[:, :, None])[:, None]  # (B, 1, T, n_keys)
+            see = torch.from_numpy(see).to(self.device)
+            mask = (self.keys[:n_keys] < see[:, :, None])[:, None]  # (B, 1, T, n_keys)
         # what pads a short row is written to the cache's scrap position
         at = int(start[0]) if same else np.where(at < stop[:, None], at, self.tokens.shape[1])
-        self.hidden = self.model.hidden(torch.from_numpy(window).to(device), at, mask, self.cache)
+        window = torch.from_numpy(self.tokens.take(flat)).to(self.device)
+        self.hidden = self.model.hidden(window, at, mask, self.cache)
         self.start, self.stop = start, stop
         self.out.forwards += 1
-        self.out.row_forwards[self.rows] += 1
-        self.out.positions += window.size
-
-    def everything(self, at):
-        """The `attend` of a bidirectional model: each query sees its whole row."""
-        return np.zeros_like(at) + self.end[:, None]
+        self.out.positions += flat.size
 
     def predict(self, wanted):
-        """Predictions at answer positions: wanted bool [B, n], n <= A -> token, probability, confidence [B,
-        n].
+        """Predictions at answer positions: wanted bool [B, ...], whose flat index counts from the prompt's end.
 
-        Where nothing is wanted the probability is 0 and the confidence -inf.
+        Returns token, probability, confidence in the same shape; where nothing is wanted the probability is 0
+        and the confidence -inf.
         """
-        rows, i = np.nonzero(wanted)
-        at = (
-            self.prompt_len[rows] + i - self.start[rows] - self.config.shift
-        )  # index of the output in the window
-        flat = torch.from_numpy(rows * self.hidden.shape[1] + at).to(self.model.device)
-        logits = self.model.head(self.hidden.flatten(0, 1)[flat])  # (M, V)
-        token, probability, confidence = (
-            np.zeros(wanted.shape, np.int64),
-            np.zeros(wanted.shape),
-            np.zeros(wanted.shape),
+        rows, i = wanted.reshape(len(wanted), -1).nonzero()
+        # token P + i is predicted by the output of position P + i - shift, counted from the window's start
+        output = (
+            self.prompt_len - self.start - self.config.shift + np.arange(len(wanted)) * self.hidden.shape[1]
         )
-        confidence[:] = -np.inf
-        token[rows, i], probability[rows, i], confidence[rows, i] = self.choose(logits, self.rows[rows])
-        return token, probability, confidence
+        flat = torch.from_numpy(output[rows] + i).to(self.device)
+        logits = self.model.head(self.hidden.flatten(0, 1).index_select(0, flat))  # (M, V)
+        out = np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape), np.full(wanted.shape, -np.inf)
+        for dense, values in zip(out, self.choose(logits, self.rows[rows]), strict=True):
+            dense[wanted] = values
+        return out
 
-    def commit(self, chosen, token, n_final=None, **seen):
-        """Write token [B, n] at the answer positions where chosen [B, n]. The cache commits by moving a
-        number.
-        """
-        rows, i = np.nonzero(chosen)
-        self.tokens[rows, self.prompt_len[rows] + i] = token[rows, i]
+    def commit(self, chosen, token, n_final=None, full=None, n_open=None):
+        """Write token where chosen, both [B, ...] as in `predict`. The cache commits by moving a number."""
+        rows, i = chosen.reshape(len(chosen), -1).nonzero()
+        values = token[chosen]
+        self.tokens[rows, self.prompt_len[rows] + i] = values
         before, self.n_cached = self.n_cached, self.n_cached if n_final is None else n_final
         if self.watch:
-            commits = np.stack((rows, self.prompt_len[rows] + i, token[rows, i]), 1)
+            commits = np.stack((rows, self.prompt_len[rows] + i, values), 1)
             live = self.rows, self.tokens, self.prompt_len, self.start, self.stop
-            self.watch(Step(*live, before, self.n_cached, commits, **seen))
+            self.watch(Step(*live, before, self.n_cached, commits, full, n_open))
 
     def finish(self, done, state=None):
-        """Take the rows where done [B] out of the batch. state [B] is the decoder's own number; returns the
-        rest of it.
-        """
+        """Take the rows where done [B] out of the batch; returns what is left of the decoder's own state [B]."""
         if not done.any():
             return state
         for b in np.flatnonzero(done):
             answer = self.tokens[b, self.prompt_len[b] : self.prompt_len[b] + self.A]
             self.out.raw[self.rows[b]] = answer.copy()
             self.out.answers[self.rows[b]] = cut(answer, self.config.eos_id)
+            self.out.row_forwards[self.rows[b]] = self.out.forwards
         keep = np.flatnonzero(~done)
-        self.tokens, self.prompt_len = self.tokens[keep], self.prompt_len[keep]
+        self.tokens, self.prompt_len, self.see = self.tokens[keep], self.prompt_len[keep], self.see[keep]
         self.n_cached, self.rows = self.n_cached[keep], self.rows[keep]
         if self.cache is not None and len(keep):
             self.cache.keep(keep)
+        self.index()
         return None if state is None else state[keep]
 
 
@@ -472,8 +483,9 @@ def accept(probability, confidence, tau_conf: float, must):
     """
     chosen = probability > tau_conf
     none = must & ~chosen.any(-1)
-    best = confidence[none]
-    chosen[none, (best >= best.max(-1, keepdims=True) - NOISE).argmax(-1)] = True
+    if none.any():
+        best = confidence[none]
+        chosen[none, (best >= best.max(-1, keepdims=True) - NOISE).argmax(-1)] = True
     return chosen
 
 
@@ -487,11 +499,11 @@ def autoregressive_decode(model, prompts, max_new_tokens: int, sampling=None, wa
         raise ValueError(
             "autoregressive decoding needs a model that is causal and predicts the next token (shift)"
         )
-    book = Book(model, prompts, max_new_tokens, sampling, watch)
+    book = Book(model, prompts, max_new_tokens, see_before, sampling, watch)
     n = np.zeros(len(book.rows), np.int64)  # answer tokens of each row
     while len(book.rows):
         length = book.prompt_len + n
-        book.forward(book.n_cached, length, lambda at: at + 1)
+        book.forward(book.n_cached, length)
         here = np.arange(book.A) == n[:, None]
         token, _, _ = book.predict(here)
         book.commit(here, token, n_final=length)
@@ -552,7 +564,7 @@ def vanilla_decode(
     if order not in ORDERS:
         raise ValueError(f"order {order!r} is unknown; known are {', '.join(ORDERS)}")
     sampling = replace(sampling or Sampling(), confidence=ORDERS[order])
-    book = Book(model, prompts, max_new_tokens, sampling, watch, cached=False)
+    book = Book(model, prompts, max_new_tokens, see_all, sampling, watch, cached=False)
     k = max_new_tokens if block_length is None else block_length
     check_thresholds(k)
     for lo, hi, count, share in transfer_plan(order, max_new_tokens, k, steps or max_new_tokens):
@@ -573,12 +585,12 @@ def vanilla_decode(
 
 def run_whole(book: Book, cfg_scale: float = 0.0):
     """A forward of the whole sequence; with guidance, another one that does not see the prompt."""
-    book.forward(np.zeros_like(book.end), book.end, book.everything)
+    book.forward(np.zeros_like(book.end), book.end)
     if cfg_scale > 0:
         tokens, conditional = book.tokens, book.hidden
         in_prompt = np.arange(tokens.shape[1]) < book.prompt_len[:, None]
         book.tokens = np.where(in_prompt, book.config.mask_id, tokens)
-        book.forward(np.zeros_like(book.end), book.end, book.everything)
+        book.forward(np.zeros_like(book.end), book.end)
         book.tokens = tokens
         # logits = u + (cfg + 1)(c - u); the head is linear, so the same mix of hidden states gives them
         book.hidden = torch.lerp(book.hidden, conditional, cfg_scale + 1)
@@ -606,7 +618,7 @@ def cached_decode(
         raise ValueError(f"cache {cache!r} is unknown; known are none, prefix, dual")
     k = max_new_tokens if block_length is None else block_length
     check_thresholds(k, tau_conf=tau_conf)
-    book = Book(model, prompts, max_new_tokens, sampling, watch, cached=cache != "none")
+    book = Book(model, prompts, max_new_tokens, see_all, sampling, watch, cached=cache != "none")
     previous = np.full(len(book.rows), -1)  # the block that each row's last forward worked on
     while len(book.rows):
         masked = book.answer() == model.config.mask_id
@@ -616,22 +628,21 @@ def cached_decode(
         high = np.minimum(low + k, book.end)
         start = np.where(whole, 0, np.maximum(low - model.config.shift, 0))
         stop = np.where(whole | (cache == "prefix"), book.end, high)
-        book.forward(start, stop, book.everything)
+        book.forward(start, stop)
         token, probability, confidence = book.predict(masked & (np.arange(book.A) // k == block[:, None]))
         book.commit(accept(probability, confidence, tau_conf, np.ones(len(block), bool)), token)
-        previous = book.finish(answer_settled(book.answer(), model.config), block)
+        answer = book.answer()
+        undecided = first(answer == model.config.mask_id)
+        previous = book.finish(
+            (undecided == book.A) | (undecided > first(answer == model.config.eos_id)), block
+        )
     return book.out
 
 
-def answer_settled(answer, config):
-    """bool [B]: nothing is masked before the first EOS of answer [B, A] (or anywhere), so the text cannot
-    change.
-    """
-    A = answer.shape[1]
-    first = [
-        np.where(hit.any(1), hit.argmax(1), A) for hit in (answer == config.mask_id, answer == config.eos_id)
-    ]
-    return (first[0] > first[1]) | (first[0] == A)
+def first(hit):
+    """[B] index of the first True in each row of hit [B, n], or n."""
+    i = hit.argmax(1)
+    return np.where(hit[np.arange(len(i)), i], i, hit.shape[1])
 
 
 # --------------------------------------------------------------------------- pipelined decoding (Algorithm 2)
@@ -661,53 +672,43 @@ def pipelined_decode(
     """
     k, A, c = block_size, max_new_tokens, model.config
     check_thresholds(k, tau_add=tau_add, tau_act=tau_act, tau_conf=tau_conf)
-    book = Book(model, prompts, A, sampling, watch, cached=use_cache)
     N = -(-A // k)
+    book = Book(model, prompts, A, see_blocks(k), sampling, watch, use_cache, N * k)
     size = np.minimum(k, A - k * np.arange(N))  # positions of each block: the last may be short
     n_open = np.zeros(len(book.rows), np.int64)
     while len(book.rows):
-        answer = book.answer()
-        masked = np.zeros((len(answer), N * k), bool)
-        masked[:, :A] = answer == c.mask_id
-        left = masked.reshape(-1, N, k).sum(-1)  # (B, N)
-        decoded = np.pad(
-            (size - left) / size, ((0, 0), (1, 0)), constant_values=1.0
-        )  # (B, N + 1), the prompt first
+        answer, B = book.answer(), len(book.rows)
+        masked = (answer == c.mask_id).reshape(B, N, k)
+        left = masked.sum(-1)  # (B, N)
+        decoded = np.ones((B, N + 1))  # decoded fractions in double precision; the prompt is block 0
+        decoded[:, 1:] = (size - left) / size
+        first_mask, first_eos = first(masked.reshape(B, -1)), first(answer == c.eos_id)
 
-        # lines 3-5: open a block when the last open one is decoded to tau_add, until an EOS is committed
-        # anywhere
-        eos = answer == c.eos_id
-        may_open = (n_open < N) & ~eos.any(1) & (decoded[np.arange(len(answer)), n_open] >= tau_add)
+        # lines 3-5: open a block when the last open one is decoded to tau_add, unless an EOS is committed
+        may_open = (n_open < N) & (first_eos == N * k) & (decoded[np.arange(B), n_open] >= tau_add)
         opened = n_open + may_open
         if stop_at_eos:  # a block behind one that holds EOS changes nothing that is kept
-            opened = np.where(eos.any(1), np.minimum(opened, eos.argmax(1) // k + 1), opened)
-        is_open = np.arange(N) < opened[:, None]
-        done = ~(is_open & (left > 0)).any(1) | (stop_at_eos & answer_settled(answer, c))
+            opened = np.minimum(opened, first_eos // k + 1)
+        done = (first_mask >= opened * k) | (first_mask > first_eos) & stop_at_eos
         if done.any():
             n_open = book.finish(done, n_open)
             continue
         n_open = opened
 
-        # lines 6-8: a block is fully activated when its predecessor is decoded to tau_act (it stays so: masks
-        # only go)
+        # lines 6-8: a block is fully activated when the one before is decoded to tau_act (and stays so)
+        is_open = np.arange(N) < n_open[:, None]
         full = is_open & (decoded[:, :-1] >= tau_act)
 
         # line 9: one forward over what is not cached; blocks complete before it are final after it
-        n_final = book.prompt_len + masked.argmax(1) // k * k
-        start = (
-            np.maximum(book.n_cached - c.shift, 0) * use_cache
-        )  # the output before the first mask predicts it
-        stop = np.minimum(book.prompt_len + n_open * k, book.end)
-        see = book.prompt_len[:, None], book.end[:, None]
-        book.forward(start, stop, lambda at, see=see: np.minimum(block_end(at, see[0], k), see[1]))
+        start = np.maximum(book.n_cached - c.shift, 0) * use_cache  # output i - 1 predicts token i
+        book.forward(start, np.minimum(book.prompt_len + n_open * k, book.end))
+        n_final = book.prompt_len + first_mask // k * k
 
-        # lines 10-16: commit what is above tau_conf, in a fully activated block at least one
-        wanted = masked & np.repeat(is_open, k, 1)
-        token, probability, confidence = book.predict(wanted)
-        chosen = accept(
-            probability.reshape(-1, N, k), confidence.reshape(-1, N, k), tau_conf, full & (left > 0)
+        # lines 10-16: commit what is above tau_conf; a fully activated block at least its best
+        token, probability, confidence = book.predict(masked & is_open[:, :, None])
+        book.commit(
+            accept(probability, confidence, tau_conf, full & (left > 0)), token, n_final, full, n_open
         )
-        book.commit(chosen.reshape(-1, N * k), token, n_final, full=full, n_open=n_open)
     return book.out
 
 

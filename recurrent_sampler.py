@@ -27,13 +27,18 @@ numpy: one synchronisation a step, and an operation on a few dozen numbers costs
 torch.
 """
 
+import argparse
 import math
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from tiny_models import CharTokenizer, load_checkpoint, read_config
 
 # ---------------------------------------------------------------------- training (arXiv 2502.05171, Sec. 3.3)
 
@@ -115,6 +120,7 @@ class Decoded:
     answers: list[list[int]] = field(default_factory=list)
     steps: int = 0  # calls of P and C, the prompt's included
     core_passes: int = 0  # calls of R
+    row_passes: np.ndarray | None = None  # [number of prompts] calls of R that each row needed
     positions: int = 0  # positions that went through R, summed over its calls
     cache_bytes: int = 0
     core_cache_bytes: int = 0  # the part that the shared cache makes independent of r
@@ -186,6 +192,7 @@ class Book:
             self.banned[self.c.pad_id : self.c.pad_id + 1] = float("-inf")
         share = self.c.n_core * n_slots / len(self.cache.k)
         self.out = Decoded([[]] * len(prompts), cache_bytes=self.cache.nbytes)
+        self.out.row_passes = np.zeros(len(prompts), np.int64)
         self.out.core_cache_bytes = round(share * self.cache.nbytes)
         self.row_steps = 0
 
@@ -222,9 +229,14 @@ class Book:
         """r recurrences of the open window, counted."""
         for i in range(r):
             z = self.model.recur(z, e, window, i)
-        self.out.core_passes += r
-        self.out.positions += r * int(self.inside.sum())
+        self.count(r, r)
         return z
+
+    def count(self, calls: int, needed):
+        """Note calls of R on the open window, of which each row needed this many, int or int [B]."""
+        self.out.core_passes += calls
+        self.out.row_passes[self.rows] += needed
+        self.out.positions += int((self.inside.sum(1) * needed).sum())
 
     def run(self, start, stop, r: int, last=None):
         """A whole forward over [start, stop): P, r recurrences of initial states, C; see `model.decode`."""
@@ -377,7 +389,7 @@ def settle(book, e, window, r: int, eps: float):
     running, spent = np.ones(len(e), bool), np.zeros(len(e), np.int64)
     at, n_keys = cache.at, cache.n_keys
     while running.any() and spent.max() < r:
-        new = book.recur(z, e, window, 1)
+        new = book.model.recur(z, e, window)
         delta = relative_distance(new, z).cpu().numpy()
         z = (
             new
@@ -391,6 +403,7 @@ def settle(book, e, window, r: int, eps: float):
             elsewhere = np.where(running[:, None], book.positions(), book.L)
             cache.open(torch.from_numpy(elsewhere).to(z.device), n_keys)
     cache.open(at, n_keys)
+    book.count(int(spent.max()), spent)
     return z, spent
 
 
@@ -630,3 +643,77 @@ def move(book, s: Wave, n, n_open, r: int, delta):
 def random_tokens(generator, n: int, n_tokens: int):
     """int64 [n]: the fillers of a headway above 1."""
     return torch.randint(n_tokens, (int(n),), generator=generator).numpy()
+
+
+# ------------------------------------------------------------------------------------------------------- demo
+
+
+def draw_wave(step: Step, eps: float, tokenizer, colour: bool) -> str:
+    """Row 0: frozen | refining > the newest prediction. In colour darker where a state still moves."""
+    head, n, n_open = int(step.start[0]), int(step.n_frozen[0]), int(step.n_open[0])
+    frozen, refining, newest = (
+        tokenizer.decode(t, mask="?", eos="$", pad="?")
+        for t in np.split(step.tokens[0, step.prompt_len[0] : n_open + 1], (n, n_open) - step.prompt_len[0])
+    )
+    if not colour:
+        return f"{frozen}|{refining}>{newest}"
+    delta = step.distance[0][n - head :]
+    delta = np.append(delta, [1.0] * (len(refining) - len(delta)))  # opened in this step
+    far = np.clip(np.log(np.maximum(delta, eps) / eps) / math.log(1 / eps), 0, 1)  # 0 settled, 1 fresh
+    grey = [f"\033[38;5;{round(249 - 12 * f)}m{c}" for f, c in zip(far, refining, strict=False)]
+    return f"\033[1m{frozen}\033[0m{''.join(grey)}\033[0m\033[2m{newest}\033[0m"
+
+
+def parse_args(argv):
+    p = argparse.ArgumentParser(
+        description="Add two numbers with the tiny recurrent-depth model and watch the wave move.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("a", type=int, help="first number")
+    p.add_argument("b", type=int, help="second number")
+    p.add_argument("--model", default="out/recurrent", help="checkpoint folder of the tiny model")
+    p.add_argument("--inner", type=int, default=1, help="recurrences of a step, r'")
+    p.add_argument("--eps", type=float, default=0.03, help="a state that moves less than this has settled")
+    p.add_argument("--max-wave", type=int, default=128, help="largest wavefront, W")
+    p.add_argument("--r", type=int, default=32, help="recurrences of the prompt, and of the comparison")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        config, model = read_config(args.model), load_checkpoint(args.model)
+        tokenizer, digits = CharTokenizer(config["alphabet"]), config["digits"]
+        check(
+            0 <= min(args.a, args.b) and max(args.a, args.b) < 10**digits,
+            f"numbers have 1 to {digits} digits",
+        )
+        wave = Wave(inner=args.inner, eps=args.eps, max_wave=args.max_wave)
+    except FileNotFoundError as e:
+        sys.exit(f"{e}; make it with: python train_tiny.py")
+    except ValueError as e:
+        sys.exit(str(e))
+    text = f"{args.a:0{digits + 1}d}+{args.b:0{digits + 1}d}="
+    print(f"{text}  ({model.n_parameters():,} parameters)")
+
+    def watch(step):
+        if step.n_open is not None:
+            picture = draw_wave(step, wave.eps, tokenizer, sys.stdout.isatty())
+            print(f"positions {step.start[0]:3d} to {step.stop[0]:3d}  {picture}")
+
+    prompt, n = tokenizer.encode(text), digits + 2
+    answer = tokenizer.decode(wavefront_decode(model, prompt, n, wave, args.r, watch=watch).answers[0])
+    right = "right" if answer.isdigit() and int(answer) == args.a + args.b else "wrong"
+    print(f"{args.a} + {args.b} = {answer.lstrip('0') or '0'}  ({right})")
+    for name, decode in (
+        (f"wavefront, r' = {args.inner}", lambda: wavefront_decode(model, prompt, n, wave, args.r)),
+        (f"autoregressive, r = {args.r}", lambda: autoregressive_decode(model, prompt, n, args.r)),
+    ):
+        started = time.perf_counter()
+        out = decode()
+        speed = len(out.answers[0]) / (time.perf_counter() - started)
+        print(f"{name:24} {out.steps:3d} steps {out.core_passes:5d} core passes {speed:8.1f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -461,7 +461,9 @@ def test_choice_never_takes_a_forbidden_id():
     logits[:, [17, 19, 20, 23]] = 30.0  # mask, pad, beyond
     logits[:, 4] = 1.0
     for temperature in (0.0, 1.0):
-        token, p, _ = d2f.Chooser(model, Sampling(temperature), 1)(logits, np.zeros(50, np.int64))
+        token, p, _ = d2f.Chooser(model.config, model.device, Sampling(temperature), 1)(
+            logits, np.zeros(50, np.int64)
+        )
         assert not set(token) & {17, 19, 20, 21, 22, 23}, token
         assert (
             p.max() < 1e-9 if temperature == 0 else True
@@ -480,7 +482,9 @@ def test_confidence_measures_against_their_formulas():
         "entropy": 0.6 * np.log(0.6) + 0.3 * np.log(0.3) + 0.1 * np.log(0.1),
     }
     for name, value in want.items():
-        token, prob, conf = d2f.Chooser(model, Sampling(confidence=name), 1)(p.log(), np.zeros(1, np.int64))
+        token, prob, conf = d2f.Chooser(model.config, model.device, Sampling(confidence=name), 1)(
+            p.log(), np.zeros(1, np.int64)
+        )
         assert token[0] == 2 and abs(prob[0] - 0.6) < 1e-5 and abs(conf[0] - value) < 1e-5, (name, conf)
 
 
@@ -501,7 +505,7 @@ def test_sampling_frequencies_and_filters():
         (None, 3, p[:3]),
         (0.01, 1, p[:1]),
     ):
-        token, prob, _ = d2f.Chooser(model, Sampling(1.0, top_p, top_k), 1)(logits, rows)
+        token, prob, _ = d2f.Chooser(model.config, model.device, Sampling(1.0, top_p, top_k), 1)(logits, rows)
         got = np.bincount(token, minlength=4)[:4] / n
         want = torch.nn.functional.pad(want / want.sum(), (0, 4 - len(want))).numpy()
         assert np.abs(got - want).max() < 0.02, (top_p, top_k, got)
