@@ -212,7 +212,7 @@ class Chooser:
         return to_host(token, probability, self.confidence(p, probability, rows))
 
     def confidence(self, p, probability, rows):
-        """What ranks the positions, [M], from their distributions p [M, V] and chosen probabilities [M]."""
+        """What ranks the positions, [M], from distributions p [M, V] and chosen probabilities [M]."""
         if self.s.confidence == "margin":
             top = (p + self.bias).topk(2).values
             return top[:, 0] - top[:, 1]
@@ -223,7 +223,7 @@ class Chooser:
         return probability
 
     def sample(self, p, rows):
-        """One draw from each distribution of p [M, V], without the forbidden ids: the argmax of p / Exp(1)."""
+        """One draw from each distribution of p [M, V], forbidden ids left out: the argmax of p / Exp(1)."""
         low = p.device.type == "mps"  # which has no float64; in low precision the noise favours the top
         p = (p + self.bias).clamp(min=0).to(torch.float32 if low else torch.float64)
         shape = p.shape[1:]
@@ -237,7 +237,7 @@ class Chooser:
 
 
 def to_host(token, *floats):
-    """numpy arrays of 1-D tensors, in one synchronisation: an id below 2**24 survives the trip as a float32."""
+    """numpy arrays of 1-D tensors in one synchronisation; an id below 2**24 survives as a float32."""
     if token.device.type == "cpu":
         return [t.numpy() for t in (token, *floats)]
     token, *floats = torch.stack((token.float(), *floats)).cpu().numpy()
@@ -310,9 +310,9 @@ def see_blocks(k: int):
 class Book:
     """The host's side of a decode: the token buffer, lengths, and the network's calls. Done rows leave it.
 
-    tokens int64 [B, L]: the prompt, then masks, then -1 beyond the answer; see [B, L]: the first position out of
-    each position's sight; prompt_len, n_cached (positions in the cache) [B]; rows [B]: the index of each row in
-    the caller's list. Answer coordinates count from the end of the prompt; `width` >= max_new_tokens of them.
+    tokens int64 [B, L]: the prompt, then masks, then -1 beyond the answer. see [B, L]: the first position out
+    of each position's sight. prompt_len, n_cached (positions in the cache) [B]. rows [B]: the index of each
+    row in the caller's list. Answer coordinates count from the end of the prompt; there are width of them.
     """
 
     def __init__(self, model, prompts, max_new_tokens, see, sampling, watch, cached=True, width=None):
@@ -329,15 +329,15 @@ class Book:
         self.keys = torch.arange(self.tokens.shape[1], device=self.device)
         self.cache = model.new_cache(B, int(self.end.max())) if cached else None
         self.choose = Chooser(model.config, self.device, sampling or Sampling(), B)
-        self.out = Decoded(
-            [[]] * B, [None] * B, np.zeros(B, np.int64), cache_bytes=cached and self.cache.nbytes
-        )
+        self.out = Decoded([[]] * B, [None] * B, np.zeros(B, np.int64))
+        self.out.cache_bytes = self.cache.nbytes if cached else 0
         self.n_cached, self.rows = np.zeros(B, np.int64), np.arange(B)
         self.index()
 
     def index(self):
         """Where each row's tokens begin in memory, [B, 1], and its answer lies, [B, width]."""
         self.origin = np.arange(0, self.tokens.size, self.tokens.shape[1])[:, None]
+        self.masks = None
         self.answer_at = self.origin + self.prompt_len[:, None] + np.arange(self.width)
 
     @property
@@ -354,11 +354,11 @@ class Book:
         at = start[:, None] + np.arange((stop - start).max())  # (B, T)
         same = len(at) == 1 or bool((start == start[0]).all() and (stop == stop[0]).all())
         flat = self.origin + (at if same else np.minimum(at, stop[:, None] - 1))
-        see = self.see.take(flat)
-        n_keys, mask = int(see.max()), None
-        if not same or see.min() < n_keys or n_keys > stop[0] or self.config.causal and at.shape[1] > 1:
-            see = torch.from_numpy(see).to(self.device)
-            mask = (self.keys[:n_keys] < see[:, :, None])[:, None]  # (B, 1, T, n_keys)
+        # sight never shrinks from left to right, so its extremes are those of the window's ends
+        least, n_keys = self.see.take(flat[:, 0]).min(), int(self.see.take(flat[:, -1]).max())
+        mask = None
+        if not same or least < n_keys or n_keys > stop[0] or self.config.causal and at.shape[1] > 1:
+            mask = self.mask(flat)[:, None, :, :n_keys]  # (B, 1, T, n_keys)
         # what pads a short row is written to the cache's scrap position
         at = int(start[0]) if same else np.where(at < stop[:, None], at, self.tokens.shape[1])
         window = torch.from_numpy(self.tokens.take(flat)).to(self.device)
@@ -367,18 +367,24 @@ class Book:
         self.out.forwards += 1
         self.out.positions += flat.size
 
+    def mask(self, flat):
+        """bool [B, T, L], True = may attend, for the positions at flat [B, T]. One row's masks are made once."""
+        if len(flat) > 1:
+            return self.keys < torch.from_numpy(self.see.take(flat)).to(self.device)[:, :, None]
+        if self.masks is None:
+            self.masks = self.keys < torch.from_numpy(self.see).to(self.device)[:, :, None]
+        return self.masks[:, flat[0, 0] : flat[0, -1] + 1]
+
     def predict(self, wanted):
-        """Predictions at answer positions: wanted bool [B, ...], whose flat index counts from the prompt's end.
+        """Predictions where wanted: bool [B, ...], whose flat index counts from the prompt's end.
 
         Returns token, probability, confidence in the same shape; where nothing is wanted the probability is 0
         and the confidence -inf.
         """
         rows, i = wanted.reshape(len(wanted), -1).nonzero()
         # token P + i is predicted by the output of position P + i - shift, counted from the window's start
-        output = (
-            self.prompt_len - self.start - self.config.shift + np.arange(len(wanted)) * self.hidden.shape[1]
-        )
-        flat = torch.from_numpy(output[rows] + i).to(self.device)
+        output = self.prompt_len - self.start - self.config.shift
+        flat = torch.from_numpy(output[rows] + rows * self.hidden.shape[1] + i).to(self.device)
         logits = self.model.head(self.hidden.flatten(0, 1).index_select(0, flat))  # (M, V)
         out = np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape), np.full(wanted.shape, -np.inf)
         for dense, values in zip(out, self.choose(logits, self.rows[rows]), strict=True):
@@ -397,7 +403,7 @@ class Book:
             self.watch(Step(*live, before, self.n_cached, commits, full, n_open))
 
     def finish(self, done, state=None):
-        """Take the rows where done [B] out of the batch; returns what is left of the decoder's own state [B]."""
+        """Take the rows where done [B] out of the batch; returns the rest of the decoder's own state [B]."""
         if not done.any():
             return state
         for b in np.flatnonzero(done):
@@ -452,7 +458,7 @@ def cut(answer, eos_id: int) -> list[int]:
     """The answer [A] up to and including its first EOS."""
     ends = np.flatnonzero(answer == eos_id)
     answer = answer[: ends[0] + 1] if len(ends) else answer
-    return [int(t) for t in answer]
+    return answer.tolist()
 
 
 def check_thresholds(block_size: int, **thresholds):

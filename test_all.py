@@ -932,7 +932,8 @@ teacher, threshold-parallel, no cache
 teacher, Fast-dLLM prefix cache
 teacher, Fast-dLLM dual cache
 teacher under the block-causal mask
-D2F, one block at a time
+D2F, one block at a time, k 4
+D2F, one block at a time, larger blocks
 D2F, pipelined, k 4
 D2F, pipelined, larger blocks""".splitlines()
 
