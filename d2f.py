@@ -368,7 +368,7 @@ class Book:
         self.out.positions += flat.size
 
     def mask(self, flat):
-        """bool [B, T, L], True = may attend, for the positions at flat [B, T]. One row's masks are made once."""
+        """bool [B, T, L], True = may attend, of positions at flat [B, T]. One row's masks are made once."""
         if len(flat) > 1:
             return self.keys < torch.from_numpy(self.see.take(flat)).to(self.device)[:, :, None]
         if self.masks is None:

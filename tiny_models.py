@@ -51,8 +51,8 @@ class TransformerConfig:
     def __post_init__(self):
         if self.d_model % self.n_heads or self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"d_model {self.d_model}, n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads}: each must be a "
-                "multiple of the next"
+                f"d_model {self.d_model}, n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads}: "
+                "each must be a multiple of the next"
             )
 
     @property
@@ -488,8 +488,8 @@ def read_safetensors(path) -> dict[str, torch.Tensor]:
         dtype = DTYPES[t["dtype"]]
         if not start <= begin <= end <= size or end - begin != int(np.prod(t["shape"])) * dtype.itemsize:
             raise ValueError(
-                f"{path}: {name} {t['shape']} is said to be bytes {begin} to {end}, but the file has {size} bytes; "
-                "it is truncated or damaged"
+                f"{path}: {name} {t['shape']} is said to be bytes {begin} to {end}, but the file has {size} "
+                "bytes; it is truncated or damaged"
             )
         data = raw[begin:end] if begin % dtype.itemsize == 0 else raw[begin:end].clone()
         tensors[name] = data.view(dtype).reshape(t["shape"])
@@ -639,7 +639,7 @@ def dream_layout(j: dict):
 
 
 def huginn_layout(j: dict):
-    """config.json of Huginn -> our config, and {our name: public names}. Its freqs_cis is our rotary_table."""
+    """config.json of Huginn -> our config, {our name: public names}. Its freqs_cis is our rotary_table."""
     config = RecurrentConfig(
         vocab_size=j.get("padded_vocab_size") or j["vocab_size"],
         n_tokens=j["vocab_size"],

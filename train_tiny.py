@@ -530,8 +530,8 @@ def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile:
     time_rows(rows, prompts[:n_speed], A, lab.device)
     title = (
         f"{lab.r.task}: prompt {prompts.shape[1]} tokens, answer {A} positions, training blocks of "
-        f"{lab.r.block_size}; {student.n_parameters():,} parameters; exact match on {n_accuracy} held-out problems; "
-        f"tokens/s at batch 1, median of {n_speed}; {machine(lab.device)}"
+        f"{lab.r.block_size}; {student.n_parameters():,} parameters; exact match on {n_accuracy} held-out "
+        f"problems; tokens/s at batch 1, median of {n_speed}; {machine(lab.device)}"
     )
     text = d2f_table(rows, title) + "\n\n" + d2f_claims(rows) + "\n"
     print(f"\n{text}")
