@@ -3,7 +3,7 @@ decoder.
 
 In order: the training loss, what all samplers share, the samplers that the paper compares (autoregressive at
 a fixed number of recurrences, adaptive compute, self-speculative), the wavefront (Algorithms 1 and 2), a
-demo. Expected results: the second table in README.md, printed by `python train_tiny.py`.
+demo. The rows it compares: `python train_tiny.py --only recurrent`.
 
 Symbols: P prelude, R one recurrence, C coda; e = P(y) the embedded tokens, z the latent states; r recurrences
 of a whole forward, r' (`inner`) those of one sampler step; delta distance of a state to itself one step
@@ -690,7 +690,7 @@ def main(argv=None):
         )
         wave = Wave(inner=args.inner, eps=args.eps, max_wave=args.max_wave)
     except FileNotFoundError as e:
-        sys.exit(f"{e}; make it with: python train_tiny.py")
+        sys.exit(f"{e}; make it with: python train_tiny.py --only recurrent")
     except ValueError as e:
         sys.exit(str(e))
     text = f"{args.a:0{digits + 1}d}+{args.b:0{digits + 1}d}="

@@ -1779,7 +1779,7 @@ def test_gradient_reaches_the_last_recurrences_only():
 
 @section("recurrent")
 def test_huginn_with_an_untied_head_in_shards():
-    """A Huginn folder of two shards whose head is a tensor of its own loads; without that tensor it is refused."""
+    """Huginn in two shards with a head of its own loads; without that tensor it is refused by name."""
     source = FIXTURES / "huginn_a" / "model"
     tensors = {name: t.clone() for name, t in read_safetensors(source / "model.safetensors").items()}
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].flip(0)

@@ -25,8 +25,11 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import d2f
+import recurrent_sampler
 from tiny_models import (
     CharTokenizer,
+    RecurrentConfig,
+    RecurrentDepth,
     Transformer,
     TransformerConfig,
     load_checkpoint,
@@ -109,6 +112,39 @@ class Ledger:
 
 
 TASKS = {"addition": Addition, "ledger": Ledger}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """a + b as people write it, most significant digit first, without carries: '048+073=' -> '121'.
+
+    A digit depends on the columns to its right as far as carries travel (a_i + b_i = 9, forced with
+    probability `carry`, passes one on), so it takes thought; and on no digit before it, so several can be
+    thought about at once.
+    """
+
+    digits: int = 20
+    carry: float = 0.5
+    name = "sum"
+
+    def problems(self, rng, n: int, training: bool) -> np.ndarray:
+        """Digits of a and b, int64 [n, 2 * digits]."""
+        a, b = rng.integers(0, 10, (2, n, self.digits))
+        b = np.where(rng.random((n, self.digits)) < self.carry, 9 - a, b)
+        return np.concatenate((a, b), 1)
+
+    def write(self, problems, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+        """Problems -> prompts int64 [n, 2 * digits + 4], answers int64 [n, digits + 1] (without EOS)."""
+        column = np.zeros(
+            (len(problems), 1), np.int64
+        )  # room for the last carry, so that columns stay aligned
+        a, b = (np.concatenate((column, x), 1) for x in np.split(problems, 2, axis=1))
+        plus, equals = (column + tokenizer.encode(c) for c in "+=")
+        total, carry = a + b, 0
+        for i in range(self.digits, -1, -1):
+            total[:, i] += carry
+            carry = total[:, i] // 10
+        return np.concatenate((a, plus, b, equals), 1), total % 10
 
 
 def fields(tokenizer, *parts) -> np.ndarray:
@@ -214,10 +250,6 @@ class Recipe:
         """Answer tokens up to the block boundary, at least one EOS among them."""
         return -(-(4 * self.task.digits + 1) // self.block_size) * self.block_size
 
-    @property
-    def folder(self) -> str:
-        return f"{self.task.name}-{self.task.digits}"
-
     def config(self, tokenizer, causal: bool) -> TransformerConfig:
         return TransformerConfig(
             vocab_size=tokenizer.n_tokens,
@@ -246,7 +278,7 @@ class Lab:
         if threads:
             torch.set_num_threads(threads)
         self.tokenizer = CharTokenizer()
-        self.out = Path(out) / recipe.folder
+        self.out = Path(out) / f"{recipe.task.name}-{recipe.task.digits}"
 
     def phase(self, name: str):
         """The model of a phase: from its checkpoint when that was made by this recipe, else trained and
@@ -265,7 +297,7 @@ class Lab:
         started = time.perf_counter()
         model = getattr(self, name)()
         extra = dict(recipe=recipe, alphabet=self.tokenizer.alphabet, digits=self.r.task.digits)
-        extra.update(block_size=self.r.block_size, max_new_tokens=self.r.answer_len)
+        extra.update(block_size=getattr(self.r, "block_size", None), max_new_tokens=self.r.answer_len)
         save_checkpoint(folder, model, **extra)
         print(f"{name}: trained in {time.perf_counter() - started:.0f} s, saved in {folder}")
         return model
@@ -285,7 +317,8 @@ class Lab:
         if self.threads is None and self.device == "cpu":
             first = next(data)
             fastest_threads(lambda: loss_of(*first).backward())
-        return fit(model, loss_of, data, r.steps[number], r.lr[number], self.PHASES[number], probe)
+        steps, lr = (x[number] if isinstance(x, tuple) else x for x in (r.steps, r.lr))
+        return fit(model, loss_of, data, steps, lr, self.PHASES[number], probe)
 
     def problems(self, split: str, n: int):
         rng = np.random.default_rng((self.r.seed, 100 + SPLITS.index(split)))
@@ -332,7 +365,8 @@ class Row:
     decode: Callable  # (prompts, max_new_tokens) -> Decoded
     exact: float = 0.0
     tokens: float = 0.0  # answer tokens, mean
-    forwards: float = 0.0  # mean per problem
+    forwards: float = 0.0  # mean per problem; of recurrent models: core passes
+    out: object = None  # what decode returned last
     speed: float = 0.0  # answer tokens a second at batch 1, median over problems
 
     def measure(self, prompts, answers, tokenizer, group: int = 50):
@@ -342,7 +376,7 @@ class Row:
             out = self.decode(list(prompts[i : i + group]), answers.shape[1])
             right.extend(exact(out.answers, answers[i : i + group], tokenizer))
             tokens.extend(map(len, out.answers))
-            forwards.extend(out.row_forwards)
+            forwards.extend(out.row_passes if hasattr(out, "row_passes") else out.row_forwards)
         self.exact, self.tokens, self.forwards = (float(np.mean(x)) for x in (right, tokens, forwards))
         return self
 
@@ -355,11 +389,11 @@ def time_rows(rows: list[Row], prompts, answer_len: int, device: str):
     for i, prompt in enumerate(tqdm([prompts[0], *prompts], "speed", mininterval=0.5)):
         for row in rows:
             started = time.perf_counter()
-            out = row.decode([prompt], answer_len)
+            row.out = row.decode([prompt], answer_len)
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             if i > 0:  # the first round warms up
-                times[id(row)].append(len(out.answers[0]) / (time.perf_counter() - started))
+                times[id(row)].append(len(row.out.answers[0]) / (time.perf_counter() - started))
     for row in rows:
         row.speed = statistics.median(times[id(row)])
 
@@ -541,6 +575,112 @@ def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile:
         print(f"{row.name}: {100 * outside:.0f}% of a step at batch 1 is outside the network")
 
 
+# -------------------------------------------------------------------------------- recurrent depth (2nd paper)
+
+
+@dataclass(frozen=True)
+class RecurrentRecipe:
+    """Everything that decides what the recurrent-depth run trains."""
+
+    task: Sum = Sum()
+    steps: int = 3000
+    lr: float = 3e-3
+    batch: int = 32
+    backprop: int = 4  # recurrences that gradients pass through, k
+    d_model: int = 64
+    n_heads: int = 2
+    mean_recurrence: int = 8
+    rope_base: float = 100.0
+    seed: int = 0
+
+    @property
+    def answer_len(self) -> int:
+        return self.task.digits + 2  # one digit more, and the EOS
+
+    def config(self, tokenizer) -> RecurrentConfig:
+        return RecurrentConfig(
+            vocab_size=tokenizer.n_tokens,
+            n_tokens=tokenizer.n_tokens,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            d_model=self.d_model,
+            n_heads=self.n_heads,
+            n_prelude=1,
+            n_core=1,
+            n_coda=1,
+            mean_recurrence=self.mean_recurrence,
+            d_mlp=5 * self.d_model // 2,
+            rope_base=self.rope_base,
+        )
+
+
+class RecurrentLab(Lab):
+    """The second paper's only phase: the recurrent-depth model."""
+
+    PHASES = ("recurrent",)
+
+    def recurrent(self):
+        r = self.r
+        model = RecurrentDepth(r.config(self.tokenizer)).init_weights().to(self.device)
+        decode = functools.partial(recurrent_sampler.autoregressive_decode, model, r=r.mean_recurrence)
+        return self.fit(model, functools.partial(recurrent_loss, model, k=r.backprop), 0, decode)
+
+
+def recurrent_loss(model, tokens, prompt_len, k: int):
+    """The recurrent training loss on the answers, with a new random number of recurrences."""
+    P, r = int(prompt_len[0]), int(recurrent_sampler.sample_recurrences(model.config.mean_recurrence))
+    labels = tokens[:, 1:].clone()
+    labels[:, : P - 1] = -100
+    return recurrent_sampler.training_loss(model, tokens[:, :-1], labels, r, k)
+
+
+def recurrent_rows(model, eps: float = 0.03) -> list[Row]:
+    """The samplers that the paper compares."""
+    part, rs = functools.partial, recurrent_sampler
+    static = part(rs.autoregressive_decode, model)
+    rows = [Row(f"static, r {r}", part(static, r=r)) for r in (1, 2, 4, 8, 32, 64)]
+    rows.append(Row("static, r 32, full cache", part(static, r=32, n_slots=32)))
+    rows.append(Row(f"adaptive, eps {eps}", part(rs.adaptive_decode, model, eps=eps)))
+    rows.append(Row("speculative, 4 drafts of r 4", part(rs.speculative_decode, model)))
+    for inner, beta in ((1, 0.0), (2, 0.0), (2, 0.5), (4, 0.0)):
+        wave = rs.Wave(inner=inner, eps=eps, beta=beta)
+        rows.append(Row(f"wave, r' {inner}, beta {beta}", part(rs.wavefront_decode, model, wave=wave)))
+    wave = rs.Wave(inner=2, eps=eps, released_alignment=True)
+    rows.append(Row("wave, r' 2, released distances", part(rs.wavefront_decode, model, wave=wave)))
+    return rows
+
+
+def recurrent_table(rows: list[Row], title: str) -> str:
+    """The table in Markdown; forwards are core passes (calls of R) here."""
+    base = next(r for r in rows if r.name == "static, r 32")
+    head = (
+        "sampler|exact match|tokens/s|x static r 32|core passes a token|mean wave|largest wave|core cache, kB"
+    )
+    lines = [title, "", f"|{head}|", "|" + "---|" * (head.count("|") + 1)]
+    for r in rows:
+        cells = f"{r.name}|{100 * r.exact:.1f}%|{r.speed:.0f}|{r.speed / base.speed:.2f}"
+        cells += f"|{r.forwards / r.tokens:.1f}"
+        lines.append(f"|{cells}|{r.out.mean_wave:.1f}|{r.out.max_wave}|{r.out.core_cache_bytes / 1024:.0f}|")
+    return "\n".join(lines)
+
+
+def recurrent_job(lab: RecurrentLab, n_accuracy: int, n_speed: int):
+    """Evaluate the recurrent-depth model; print its table and write it to table.md."""
+    model = lab.phase("recurrent")
+    rows, A = recurrent_rows(model), lab.r.answer_len
+    prompts, answers = lab.problems("test", n_accuracy)
+    for row in tqdm(rows, "accuracy", mininterval=0.5):
+        row.measure(prompts, answers, lab.tokenizer)
+    time_rows(rows, prompts[:n_speed], A, lab.device)
+    title = (
+        f"{lab.r.task}: {model.n_parameters():,} parameters; exact match on {n_accuracy} held-out problems; "
+        f"tokens/s at batch 1, median of {n_speed}; {machine(lab.device)}"
+    )
+    text = recurrent_table(rows, title) + "\n"
+    print(f"\n{text}")
+    write_text(lab.out / "table.md", text)
+
+
 # ------------------------------------------------------------------------------------------------------- main
 
 
@@ -563,7 +703,11 @@ def parse_args(argv=None):
         action="store_true",
         help="LLaDA's way: a teacher without shift, not started from the autoregressive model",
     )
-    p.add_argument("--only", choices=(*Lab.PHASES, "table"), help="run one phase (and what it needs)")
+    p.add_argument(
+        "--only",
+        choices=(*Lab.PHASES, "table", "recurrent"),
+        help="run one phase (and what it needs); recurrent: the second paper",
+    )
     p.add_argument("--retrain", action="store_true", help="train again what is already in --out")
     p.add_argument(
         "--quick", action="store_true", help="everything at toy scale in under a minute: a first look"
@@ -606,7 +750,13 @@ def main(argv=None):
             if args.quick
             else dict(n_accuracy=200, n_speed=50, n_validation=100)
         )
-        if args.only in Lab.PHASES:
+        if args.only == "recurrent":
+            recipe = RecurrentRecipe(
+                Sum(3 if args.quick else 20), 200 if args.quick else 3000, seed=args.seed
+            )
+            lab = RecurrentLab(recipe, out, args.device, args.retrain, args.threads)
+            recurrent_job(lab, n["n_accuracy"], n["n_speed"])
+        elif args.only in Lab.PHASES:
             lab.phase(args.only)
         else:
             d2f_job(lab, **n, profile=args.profile)
