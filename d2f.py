@@ -767,7 +767,7 @@ def parse_args(argv=None):
     p.add_argument(
         "--method", choices=METHODS, default="pipelined", help="decoder; each uses the model made for it"
     )
-    p.add_argument("--out", default="out/addition", help="folder of trained models, from train_tiny.py")
+    p.add_argument("--out", default="out/addition-23", help="folder of trained models, from train_tiny.py")
     p.add_argument("--block-size", type=int, help="k, positions per block (default: as in training)")
     p.add_argument(
         "--tau-add", type=float, default=0.1, help="open a block when the last is decoded to this share"

@@ -671,7 +671,7 @@ def parse_args(argv):
     )
     p.add_argument("a", type=int, help="first number")
     p.add_argument("b", type=int, help="second number")
-    p.add_argument("--model", default="out/recurrent", help="checkpoint folder of the tiny model")
+    p.add_argument("--model", default="out/sum-20/recurrent", help="checkpoint folder of the tiny model")
     p.add_argument("--inner", type=int, default=1, help="recurrences of a step, r'")
     p.add_argument("--eps", type=float, default=0.03, help="a state that moves less than this has settled")
     p.add_argument("--max-wave", type=int, default=128, help="largest wavefront, W")

@@ -972,6 +972,30 @@ def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
 
 
 @section("cli")
+def test_quick_recurrent_run_prints_every_row():
+    """`train_tiny.py --quick --only recurrent`: the samplers of the second paper; then its demo decodes."""
+    with tempfile.TemporaryDirectory() as d:
+        first = run("train_tiny.py", "--quick", "--only", "recurrent", "--out", d, "--threads", 1)
+        assert first.returncode == 0, first.stderr[-2000:]
+        table = (Path(d) / "quick" / "sum-3" / "table.md").read_text()
+        for r in (1, 4, 8, 32, 64):
+            assert f"|static, r {r}|" in table, r
+        for row in (
+            "full cache",
+            "adaptive",
+            "speculative",
+            "wave, r' 1",
+            "wave, r' 2, beta 0.5",
+            "wave, r' 4",
+        ):
+            assert row in table, row
+        demo = run("recurrent_sampler.py", 12, 9, "--model", f"{d}/quick/sum-3/recurrent")
+        assert demo.returncode == 0 and "12 + 9 =" in demo.stdout, demo.stderr
+        missing = run("recurrent_sampler.py", 12, 9, "--model", f"{d}/none")
+        assert missing.returncode == 1 and "train_tiny.py --only recurrent" in missing.stderr
+
+
+@section("cli")
 def test_an_interrupt_loses_at_most_the_current_phase():
     """Ctrl-C in the second phase: a clear last line, and the next run goes on from the first."""
     with tempfile.TemporaryDirectory() as d:
