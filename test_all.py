@@ -1847,24 +1847,6 @@ def test_recurrent_checkpoints_round_trip():
         shutil.rmtree(folder)
 
 
-if __name__ == "__main__":
-    import sys
-    import time
-    import traceback
-
-    torch.set_num_threads(1)
-    for test in [f for name, f in list(globals().items()) if name.startswith("test_")]:
-        if len(sys.argv) > 1 and not any(a in test.__name__ for a in sys.argv[1:]):
-            continue
-        begin = time.time()
-        try:
-            test()
-            print(f"ok    {time.time() - begin:5.1f} s  {test.__name__}")
-        except Exception:
-            print(f"FAIL  {time.time() - begin:5.1f} s  {test.__name__}")
-            traceback.print_exc(limit=-3)
-
-
 # ---------------------------------------------------------------------------------------------------- running
 
 
