@@ -238,18 +238,24 @@ class Book:
         self.out.row_passes[self.rows] += needed
         self.out.positions += int((self.inside.sum(1) * needed).sum())
 
-    def run(self, start, stop, r: int, last=None):
-        """A whole forward over [start, stop): P, r recurrences of initial states, C; see `model.decode`."""
+    def run(self, start, stop, r: int):
+        """A whole forward over [start, stop): P, r recurrences of initial states, C -> logits [B, T, V]."""
         tokens, window = self.open(start, stop)
         z = self.recur(self.states[self.index], self.model.embed(tokens, window), window, r)
         self.out.steps += 1
-        return self.model.decode(z, window, last)
+        return self.model.decode(z, window)
 
-    def prefill(self, r: int):
-        """The prompt's forward, and the first token of each answer."""
+    def prefill(self, r: int, eps: float | None = None):
+        """The prompt's forward and the first token of each answer. With eps it may end early (`settle`)."""
         check(r >= 1, f"r is {r}; at least 1 recurrence is needed")
-        logits = self.run(np.zeros_like(self.n), self.prompt_len, r, self.prompt_len - 1)
-        self.append(self.choose(logits, 1)[0][:, 0], r)
+        tokens, window = self.open(np.zeros_like(self.n), self.prompt_len)
+        e, spent = self.model.embed(tokens, window), r
+        if eps is None:
+            z = self.recur(self.states[self.index], e, window, r)
+        else:
+            z, spent = settle(self, e, window, r, eps)
+        self.out.steps += 1
+        self.append(self.choose(self.model.decode(z, window, self.prompt_len - 1), 1)[0][:, 0], spent)
 
     def choose(self, logits, counts, distance=None):
         """Tokens of logits [B, T, V], and the distances [B, T] beside them, to the host: the one
@@ -368,15 +374,12 @@ def adaptive_decode(
     """
     check(eps >= 0, f"eps is {eps}; it must be at least 0")
     book = Book(model, prompts, max_new_tokens, sampling, watch)
-    if not prefill_exit:
-        book.prefill(r)
+    book.prefill(r, eps if prefill_exit else None)
     while book.unfinished():
-        first = (book.n == book.prompt_len).all()
-        tokens, window = book.open(np.zeros_like(book.n) if first else book.n - 1, book.n)
+        tokens, window = book.open(book.n - 1, book.n)
         z, spent = settle(book, model.embed(tokens, window), window, r, eps)
         book.out.steps += 1
-        last = book.stop - book.start - 1
-        book.append(book.choose(model.decode(z, window, last), 1)[0][:, 0], spent)
+        book.append(book.choose(model.decode(z, window), 1)[0][:, 0], spent)
     return book.out
 
 
@@ -468,7 +471,7 @@ class Wave:
     predicted again in more than r // inner steps). freeze: "last" or "prefix", see the top of this file.
     noise: how beta falls with the recurrences n spent on a position: "linear" beta / (1 + n), "sqrt" the same
     with square roots of the weights, "constant". continuous: a new position starts from its left neighbour's
-    state.
+    state. prefill_exit: the prompt's recurrences, too, end when its mean delta is below eps.
     """
 
     inner: int = 4
@@ -481,6 +484,7 @@ class Wave:
     max_wave: int = 128
     headway: int = 1
     continuous: bool = False
+    prefill_exit: bool = False
     released_alignment: bool = False
     max_steps: int = 4096
 
@@ -523,7 +527,7 @@ def wavefront_decode(
     """
     s = wave or Wave()
     book = Book(model, prompts, max_new_tokens, sampling, watch, n_slots, s.released_alignment)
-    book.prefill(r)
+    book.prefill(r, s.eps if s.prefill_exit else None)
     start_wave(book)
     left = book.unfinished()
     for _ in range(s.max_steps):
@@ -568,7 +572,7 @@ def previous_states(book, s: Wave):
 
 
 def recurrences_spent(book, s: Wave, r: int):
-    """int [B, L + 1]: r on the prompt and its next token, as released, and those of the wave."""
+    """int [B, L + 1]: r on the prompt (however soon it exited) and its next token, and those of the wave."""
     return s.inner * book.age + r * (np.arange(book.L + 1) <= book.prompt_len[:, None])
 
 
@@ -664,14 +668,21 @@ def draw_wave(step: Step, eps: float, tokenizer, colour: bool) -> str:
     return f"\033[1m{frozen}\033[0m{''.join(grey)}\033[0m\033[2m{newest}\033[0m"
 
 
+def column_prompt(numbers: list[int], digits: int, tokenizer) -> np.ndarray:
+    """The question as the model learned it: the sum of each column of digits, one token each, then '='."""
+    fine = len(numbers) <= 2 and 0 <= min(numbers) and max(numbers) < 10**digits
+    check(fine, f"{numbers}: this model adds 2 numbers of 1 to {digits} digits")
+    table = [[int(digit) for digit in f"{number:0{digits + 1}d}"] for number in numbers]
+    return np.append(np.sum(table, 0), tokenizer.encode("="))
+
+
 def parse_args(argv):
     p = argparse.ArgumentParser(
-        description="Add two numbers with the tiny recurrent-depth model and watch the wave move.",
+        description="Add numbers with the tiny recurrent-depth model and watch the wave move.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("a", type=int, help="first number")
-    p.add_argument("b", type=int, help="second number")
-    p.add_argument("--model", default="out/sum-20/recurrent", help="checkpoint folder of the tiny model")
+    p.add_argument("numbers", type=int, nargs="+", help="what to add")
+    p.add_argument("--model", default="out/sum-32/recurrent", help="checkpoint folder of the tiny model")
     p.add_argument("--inner", type=int, default=1, help="recurrences of a step, r'")
     p.add_argument("--eps", type=float, default=0.03, help="a state that moves less than this has settled")
     p.add_argument("--max-wave", type=int, default=128, help="largest wavefront, W")
@@ -684,27 +695,22 @@ def main(argv=None):
     try:
         config, model = read_config(args.model), load_checkpoint(args.model)
         tokenizer, digits = CharTokenizer(config["alphabet"]), config["digits"]
-        check(
-            0 <= min(args.a, args.b) and max(args.a, args.b) < 10**digits,
-            f"numbers have 1 to {digits} digits",
-        )
+        prompt, n = column_prompt(args.numbers, digits, tokenizer), digits + 2
         wave = Wave(inner=args.inner, eps=args.eps, max_wave=args.max_wave)
     except FileNotFoundError as e:
         sys.exit(f"{e}; make it with: python train_tiny.py --only recurrent")
     except ValueError as e:
         sys.exit(str(e))
-    text = f"{args.a:0{digits + 1}d}+{args.b:0{digits + 1}d}="
-    print(f"{text}  ({model.n_parameters():,} parameters)")
+    print(f"columns {tokenizer.decode(prompt)}  ({model.n_parameters():,} parameters)")
 
     def watch(step):
         if step.n_open is not None:
             picture = draw_wave(step, wave.eps, tokenizer, sys.stdout.isatty())
             print(f"positions {step.start[0]:3d} to {step.stop[0]:3d}  {picture}")
 
-    prompt, n = tokenizer.encode(text), digits + 2
     answer = tokenizer.decode(wavefront_decode(model, prompt, n, wave, args.r, watch=watch).answers[0])
-    right = "right" if answer.isdigit() and int(answer) == args.a + args.b else "wrong"
-    print(f"{args.a} + {args.b} = {answer.lstrip('0') or '0'}  ({right})")
+    right = "right" if answer.isdigit() and int(answer) == sum(args.numbers) else "wrong"
+    print(f"{' + '.join(map(str, args.numbers))} = {answer.lstrip('0') or '0'}  ({right})")
     for name, decode in (
         (f"wavefront, r' = {args.inner}", lambda: wavefront_decode(model, prompt, n, wave, args.r)),
         (f"autoregressive, r = {args.r}", lambda: autoregressive_decode(model, prompt, n, args.r)),

@@ -1370,10 +1370,12 @@ def test_wave_of_one_is_adaptive():
     """W = 1 with r' = 1 is per-token adaptive compute (the released wave of one never moves)."""
     for seed in range(4):
         model, prompts = tiny_recurrent(seed), recurrent_prompts(seed)
-        slow = rs.adaptive_decode(model, prompts, 12, r=200, eps=0.05, prefill_exit=False)
-        fast = rs.wavefront_decode(model, prompts, 12, rs.Wave(inner=1, eps=0.05, eta=0.0, max_wave=1), r=200)
-        assert fast.answers == slow.answers, f"seed {seed}"
-        assert fast.max_wave == 1
+        for early in (False, True):  # does the prompt exit too
+            slow = rs.adaptive_decode(model, prompts, 12, r=200, eps=0.05, prefill_exit=early)
+            wave = rs.Wave(inner=1, eps=0.05, eta=0.0, max_wave=1, prefill_exit=early)
+            fast = rs.wavefront_decode(model, prompts, 12, wave, r=200)
+            assert fast.answers == slow.answers and fast.core_passes >= slow.steps, f"seed {seed}"
+            assert (fast.row_passes == slow.row_passes).all() and fast.max_wave == 1, f"seed {seed}"
 
 
 @section("recurrent")
