@@ -326,7 +326,6 @@ class Book:
             row[len(prompt) : len(prompt) + max_new_tokens] = model.config.mask_id
         at = np.zeros_like(self.tokens) + np.arange(self.tokens.shape[1])
         self.see = see(at, self.prompt_len[:, None], self.end[:, None])
-        self.keys = torch.arange(self.tokens.shape[1], device=self.device)
         self.cache = model.new_cache(B, int(self.end.max())) if cached else None
         self.choose = Chooser(model.config, self.device, sampling or Sampling(), B)
         self.out = Decoded([[]] * B, [None] * B, np.zeros(B, np.int64))
@@ -370,9 +369,11 @@ class Book:
     def mask(self, flat):
         """bool [B, T, L], True = may attend, of positions at flat [B, T]. One row's masks are made once."""
         if len(flat) > 1:
-            return self.keys < torch.from_numpy(self.see.take(flat)).to(self.device)[:, :, None]
+            see = torch.from_numpy(self.see.take(flat)).to(self.device)
+            return torch.arange(self.see.shape[1], device=self.device) < see[:, :, None]
         if self.masks is None:
-            self.masks = self.keys < torch.from_numpy(self.see).to(self.device)[:, :, None]
+            see_key = np.arange(self.see.shape[1]) < self.see[:, :, None]
+            self.masks = torch.from_numpy(see_key).to(self.device)
         return self.masks[:, flat[0, 0] : flat[0, -1] + 1]
 
     def predict(self, wanted):
@@ -668,13 +669,12 @@ def pipelined_decode(
     stop_at_eos: bool = True,
     use_cache: bool = True,
 ) -> Decoded:
-    """Algorithm 2: blocks are decoded in a pipeline, each opened while the ones before it are still in work.
+    """Algorithm 2: blocks are decoded in a pipeline, each opened while those before it are still in work.
 
-    A semi-activated block commits only predictions above tau_conf; a fully activated one at least its best in
-    each forward. tau_add 1 opens a block only when the last is complete: one block at a time ("cache only",
-    Tables 5, 7). tau_add = tau_act leaves a single state (Table 3). stop_at_eos False decodes on behind an
-    EOS, as released; the text is the same. use_cache False re-runs the whole sequence in each forward; the
-    output is the same.
+    A semi-activated block commits only what is above tau_conf; a fully activated one at least its best in
+    each forward. tau_add 1: one block at a time ("cache only", Tables 5, 7). tau_add = tau_act: a single state
+    (Table 3). stop_at_eos False decodes on behind an EOS, as released; the text is the same. use_cache False
+    re-runs the whole sequence in each forward; the output is the same.
     """
     k, A, c = block_size, max_new_tokens, model.config
     check_thresholds(k, tau_add=tau_add, tau_act=tau_act, tau_conf=tau_conf)
