@@ -672,7 +672,7 @@ def pipelined_decode(
     """Algorithm 2: blocks are decoded in a pipeline, each opened while those before it are still in work.
 
     A semi-activated block commits only what is above tau_conf; a fully activated one at least its best in
-    each forward. tau_add 1: one block at a time ("cache only", Tables 5, 7). tau_add = tau_act: a single state
+    each forward. tau_add 1: one block at a time ("cache only", Tables 5, 7). tau_add = tau_act: single state
     (Table 3). stop_at_eos False decodes on behind an EOS, as released; the text is the same. use_cache False
     re-runs the whole sequence in each forward; the output is the same.
     """
