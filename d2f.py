@@ -647,9 +647,8 @@ def cached_decode(
 
 
 def first(hit):
-    """[B] index of the first True in each row of hit [B, n], or n."""
-    i = hit.argmax(1)
-    return np.where(hit[np.arange(len(i)), i], i, hit.shape[1])
+    """Index of the first True in each row of hit [..., n], or n: [...]."""
+    return np.where(hit.any(-1), hit.argmax(-1), hit.shape[-1])
 
 
 # --------------------------------------------------------------------------- pipelined decoding (Algorithm 2)
@@ -681,14 +680,15 @@ def pipelined_decode(
     N = -(-A // k)
     book = Book(model, prompts, A, see_blocks(k), sampling, watch, use_cache, N * k)
     size = np.minimum(k, A - k * np.arange(N))  # positions of each block: the last may be short
+    events = np.array([c.mask_id, c.eos_id])[:, None, None]
     n_open = np.zeros(len(book.rows), np.int64)
     while len(book.rows):
-        answer, B = book.answer(), len(book.rows)
-        masked = (answer == c.mask_id).reshape(B, N, k)
+        B, hit = len(book.rows), book.answer() == events
+        first_mask, first_eos = first(hit)
+        masked = hit[0].reshape(B, N, k)
         left = masked.sum(-1)  # (B, N)
         decoded = np.ones((B, N + 1))  # decoded fractions in double precision; the prompt is block 0
         decoded[:, 1:] = (size - left) / size
-        first_mask, first_eos = first(masked.reshape(B, -1)), first(answer == c.eos_id)
 
         # lines 3-5: open a block when the last open one is decoded to tau_add, unless an EOS is committed
         may_open = (n_open < N) & (first_eos == N * k) & (decoded[np.arange(B), n_open] >= tau_add)

@@ -1852,10 +1852,17 @@ def test_recurrent_checkpoints_round_trip():
 # ---------------------------------------------------------------------------------------------------- running
 
 
-def run_test(f, verbose: bool) -> str:
-    """PASS, FAIL or SKIP; prints the line, and why."""
+def too_long(signum, frame):
+    raise TimeoutError("the test ran into its time limit")
+
+
+def run_test(f, verbose: bool, limit: int) -> str:
+    """PASS, FAIL or SKIP; prints the line, and why. Fails after `limit` seconds, where the system can."""
     started, out, why = time.perf_counter(), io.StringIO(), ""
     torch.manual_seed(0)
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(limit)
     try:
         with contextlib.redirect_stdout(sys.stdout if verbose else out):
             f()
@@ -1867,6 +1874,9 @@ def run_test(f, verbose: bool) -> str:
     except BaseException:
         status = "FAIL"
         traceback.print_exc(file=sys.stdout)
+    finally:
+        if hasattr(signal, "SIGALRM"):
+            signal.alarm(0)
     print(f"{status} {time.perf_counter() - started:6.2f} s  {f.__name__}{why}", flush=True)
     return status
 
@@ -1877,6 +1887,7 @@ def main():
     p.add_argument("-k", metavar="WORD", default="", help="only tests whose name contains WORD")
     p.add_argument("--only", choices=sorted({s for s, _ in TESTS}), help="only this section")
     p.add_argument("-v", action="store_true", help="show what tests print")
+    p.add_argument("--limit", type=int, default=120, help="seconds that a test may take (default: 120)")
     args = p.parse_args()
     chosen = [(s, f) for s, f in TESTS if args.k in f.__name__ and args.only in (None, s)]
     if args.list:
@@ -1884,7 +1895,7 @@ def main():
             print(f"{name:8s} {f.__name__}: {f.__doc__.splitlines()[0]}")
         return
     torch.set_num_threads(1)
-    results = [run_test(f, args.v) for _, f in chosen]
+    results = [run_test(f, args.v, args.limit) for _, f in chosen]
     skipped = f", {results.count('SKIP')} skipped" if "SKIP" in results else ""
     print(f"{results.count('PASS')} passed, {results.count('FAIL')} failed{skipped}")
     sys.exit("FAIL" in results)
