@@ -754,6 +754,8 @@ class CharTokenizer:
         self.n_tokens = len(alphabet) + 3
         self.table = np.full(128, -1, np.int64)  # ASCII code -> id
         self.table[[ord(c) for c in alphabet]] = np.arange(len(alphabet))
+        self.ids = dict(vocab_size=self.n_tokens, n_tokens=self.n_tokens)  # for a model's config
+        self.ids |= dict(eos_id=self.eos_id, pad_id=self.pad_id)
 
     def encode(self, text: str) -> np.ndarray:
         """int64 [len(text)]; raises ValueError for a character outside the alphabet."""
