@@ -668,21 +668,29 @@ def draw_wave(step: Step, eps: float, tokenizer, colour: bool) -> str:
     return f"\033[1m{frozen}\033[0m{''.join(grey)}\033[0m\033[2m{newest}\033[0m"
 
 
-def column_prompt(numbers: list[int], digits: int, tokenizer) -> np.ndarray:
-    """The question as the model learned it: the sum of each column of digits, one token each, then '='."""
-    fine = len(numbers) <= 2 and 0 <= min(numbers) and max(numbers) < 10**digits
-    check(fine, f"{numbers}: this model adds 2 numbers of 1 to {digits} digits")
-    table = [[int(digit) for digit in f"{number:0{digits + 1}d}"] for number in numbers]
-    return np.append(np.sum(table, 0), tokenizer.encode("="))
+def run_program(program: str, top: int = 5) -> str:
+    """The truth: values 0 to `top` of a saturating counter after each instruction, the last one first."""
+    value, values = 0, []
+    for x in program:
+        value = int(x) if x.isdigit() else min(max(value + (1 if x == "+" else -1), 0), top)
+        values.append(str(value))
+    return "".join(reversed(values))
+
+
+def program_prompt(program: str, longest: int, tokenizer) -> np.ndarray:
+    """The question as the model learned it: instructions, then '='."""
+    check(program[:1].isdigit(), f"program {program!r} must begin with a digit, which sets the counter")
+    check(len(program) <= longest, f"the program has {len(program)} instructions; at most {longest}")
+    return tokenizer.encode(program.rstrip("=") + "=")
 
 
 def parse_args(argv):
     p = argparse.ArgumentParser(
-        description="Add numbers with the tiny recurrent-depth model and watch the wave move.",
+        description="Run a program on the tiny recurrent-depth model's counter and watch the wave move.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("numbers", type=int, nargs="+", help="what to add")
-    p.add_argument("--model", default="out/sum-32/recurrent", help="checkpoint folder of the tiny model")
+    p.add_argument("program", help="a digit 0 to 5 sets the counter, + adds one, - takes one: 3++-1+++")
+    p.add_argument("--model", default="out/counter-32/recurrent", help="checkpoint folder of the tiny model")
     p.add_argument("--inner", type=int, default=1, help="recurrences of a step, r'")
     p.add_argument("--eps", type=float, default=0.03, help="a state that moves less than this has settled")
     p.add_argument("--max-wave", type=int, default=128, help="largest wavefront, W")
@@ -694,14 +702,14 @@ def main(argv=None):
     args = parse_args(argv)
     try:
         config, model = read_config(args.model), load_checkpoint(args.model)
-        tokenizer, digits = CharTokenizer(config["alphabet"]), config["digits"]
-        prompt, n = column_prompt(args.numbers, digits, tokenizer), digits + 2
+        tokenizer, n = CharTokenizer(config["alphabet"]), len(args.program) + 1
+        prompt = program_prompt(args.program, config["digits"], tokenizer)
         wave = Wave(inner=args.inner, eps=args.eps, max_wave=args.max_wave)
     except FileNotFoundError as e:
         sys.exit(f"{e}; make it with: python train_tiny.py --only recurrent")
     except ValueError as e:
         sys.exit(str(e))
-    print(f"columns {tokenizer.decode(prompt)}  ({model.n_parameters():,} parameters)")
+    print(f"{tokenizer.decode(prompt)}  ({model.n_parameters():,} parameters)")
 
     def watch(step):
         if step.n_open is not None:
@@ -709,8 +717,8 @@ def main(argv=None):
             print(f"positions {step.start[0]:3d} to {step.stop[0]:3d}  {picture}")
 
     answer = tokenizer.decode(wavefront_decode(model, prompt, n, wave, args.r, watch=watch).answers[0])
-    right = "right" if answer.isdigit() and int(answer) == sum(args.numbers) else "wrong"
-    print(f"{' + '.join(map(str, args.numbers))} = {answer.lstrip('0') or '0'}  ({right})")
+    right = "right" if answer == run_program(args.program) else "wrong"
+    print(f"values, last first: {answer}  ({right})")
     for name, decode in (
         (f"wavefront, r' = {args.inner}", lambda: wavefront_decode(model, prompt, n, wave, args.r)),
         (f"autoregressive, r = {args.r}", lambda: autoregressive_decode(model, prompt, n, args.r)),

@@ -927,6 +927,36 @@ def test_ledger_problems_are_right():
         assert tokenizer.decode(answer, eos="$") == "".join(fields) + "$$$$"
 
 
+@section("tasks")
+def test_counter_programs_are_right():
+    """The answers are what the demo's own interpreter says, last value first; no split shares a program."""
+    task, rng, seen = train_tiny.Counter(6), np.random.default_rng(0), {}
+    tokenizer = CharTokenizer(task.alphabet)
+    assert rs.run_program("3+++-") == "45543" and rs.run_program("0--4") == "4000"
+    for split in ("train", "validation", "test"):
+        prompts, answers = train_tiny.sample(task, tokenizer, rng, 100, split, 7)
+        seen[split] = {tokenizer.decode(p) for p in prompts}
+        for prompt, answer in zip(prompts, answers, strict=True):
+            program = tokenizer.decode(prompt)
+            assert program[0].isdigit() and program[-1] == "="
+            assert tokenizer.decode(answer, eos="$") == rs.run_program(program[:-1]) + "$"
+    assert not seen["train"] & seen["test"] and not seen["validation"] & seen["test"]
+
+
+@section("tasks")
+def test_examples_stand_before_the_problem():
+    """A few-shot prompt is solved training problems, then the question; shots 0 is the question alone."""
+    task, tokenizer = train_tiny.Addition(3), CharTokenizer()
+    prompts, answers = train_tiny.sample(task, tokenizer, np.random.default_rng(0), 20, "test", 16, shots=2)
+    assert prompts.shape == (20, 2 * 24 + 12) and answers.shape == (20, 16)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        text = tokenizer.decode([*prompt, *answer], eos="$").rstrip("$")
+        for i in range(3):
+            question, solution = text[24 * i : 24 * i + 12], text[24 * i + 12 : 24 * i + 24]
+            a, b = (int(question[j::4][::-1]) for j in (0, 2))
+            assert tiny_models.addition_answer(a, b, 3) == solution, (question, solution)
+
+
 ROWS = """autoregressive, KV cache
 teacher, vanilla, one token a step
 teacher, vanilla, half the steps
@@ -934,7 +964,7 @@ teacher, vanilla, a quarter of the steps
 teacher, threshold-parallel, no cache
 teacher, Fast-dLLM prefix cache
 teacher, Fast-dLLM dual cache
-teacher under the block-causal mask
+D2F without distillation, larger blocks
 D2F, one block at a time, k 4
 D2F, one block at a time, larger blocks
 D2F, pipelined, k 4
@@ -943,8 +973,8 @@ D2F, pipelined, larger blocks""".splitlines()
 
 @section("cli")
 def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
-    """`train_tiny.py --quick` end to end: all rows, the written table, reuse; then the demo decodes with its
-    models.
+    """`train_tiny.py --quick` end to end: every row of both papers, the written tables, reuse; then the demos
+    decode with its models.
     """
     with tempfile.TemporaryDirectory() as d:
         first = run("train_tiny.py", "--quick", "--out", d, "--threads", 1)
@@ -969,51 +999,34 @@ def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
         assert re.search(r"1  positions +0 to +16  cached +12  commits", trace.stdout), trace.stdout
         wrong = run("d2f.py", 1234, 9, "--out", models)
         assert wrong.returncode == 1 and "trained on numbers of 0 to 3 digits" in wrong.stderr
+        check_recurrent_half(d, first.stdout)
 
 
-@section("cli")
-def test_quick_recurrent_run_prints_every_row():
-    """`train_tiny.py --quick --only recurrent`: the samplers of the second paper; then its demo decodes."""
-    with tempfile.TemporaryDirectory() as d:
-        first = run("train_tiny.py", "--quick", "--only", "recurrent", "--out", d, "--threads", 1)
-        assert first.returncode == 0, first.stderr[-2000:]
-        table = (Path(d) / "quick" / "sum-3" / "table.md").read_text()
-        for r in (1, 4, 8, 32, 64):
-            assert f"|static, r {r}|" in table, r
-        for row in (
-            "full cache",
-            "adaptive",
-            "speculative",
-            "wave, r' 1",
-            "wave, r' 2, beta 0.5",
-            "wave, r' 4",
-        ):
-            assert row in table, row
-        demo = run("recurrent_sampler.py", 12, 9, "--model", f"{d}/quick/sum-3/recurrent")
-        assert demo.returncode == 0 and "12 + 9 =" in demo.stdout, demo.stderr
-        missing = run("recurrent_sampler.py", 12, 9, "--model", f"{d}/none")
-        assert missing.returncode == 1 and "train_tiny.py --only recurrent" in missing.stderr
+def check_recurrent_half(d: str, printed: str):
+    """The second paper's rows, and its demo, of a quick run under d."""
+    table = (Path(d) / "quick" / "counter-4" / "table.md").read_text()
+    assert table in printed
+    rows = [f"|static, r {r}|" for r in (1, 2, 4, 6, 8, 16, 32, 64)]
+    rows += ["full cache", "adaptive", "speculative", "wave, r' 1", "wave, r' 2, beta 0.5", "wave, r' 4"]
+    for row in rows:
+        assert row in table, row
+    model = f"{d}/quick/counter-4/recurrent"
+    demo = run("recurrent_sampler.py", "3+-", "--model", model)
+    assert demo.returncode == 0 and "values, last first: " in demo.stdout, demo.stderr
+    wrong = run("recurrent_sampler.py", "3+-++", "--model", model)
+    assert wrong.returncode == 1 and "5 instructions; at most 4" in wrong.stderr, wrong.stderr
+    missing = run("recurrent_sampler.py", "3+-", "--model", f"{d}/none")
+    assert missing.returncode == 1 and "train_tiny.py --only recurrent" in missing.stderr
 
 
 @section("cli")
 def test_an_interrupt_loses_at_most_the_current_phase():
     """Ctrl-C in the second phase: a clear last line, and the next run goes on from the first."""
     with tempfile.TemporaryDirectory() as d:
-        args = [
-            sys.executable,
-            "train_tiny.py",
-            "--quick",
-            "--out",
-            d,
-            "--threads",
-            "1",
-            "--steps",
-            "20",
-            "5000",
-            "20",
-        ]
+        args = ["train_tiny.py", "--quick", "--out", d, "--threads", "1"]
+        steps = ["--steps", "20", "5000", "20", "20"]
         p = subprocess.Popen(
-            args,
+            [sys.executable, *args, *steps],
             cwd=HERE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -1030,20 +1043,7 @@ def test_an_interrupt_loses_at_most_the_current_phase():
         assert p.returncode == 1 and text.strip().splitlines()[-1].startswith(
             "interrupted: finished phases are kept"
         ), text
-        again = run(
-            "train_tiny.py",
-            "--quick",
-            "--out",
-            d,
-            "--threads",
-            1,
-            "--only",
-            "autoregressive",
-            "--steps",
-            20,
-            5000,
-            20,
-        )
+        again = run(*args, "--only", "autoregressive", *steps)
         assert "autoregressive: reusing" in again.stdout, again.stdout + again.stderr
 
 

@@ -626,7 +626,7 @@ def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile:
         more = d2f_table(many, more + caption(lab, student, prompts, n_speed // 3), {"AR": many[0]})
         more += "\n\n" + "\n".join(rivals(max(many[-2:], key=lambda r: r.speed), many[:4])) + "\n"
         print(f"\n{more}")
-        text += f"\n{more}"
+        text += f"\n\n{more}"
     write_text(lab.out / "table.md", text)
 
 
@@ -678,12 +678,18 @@ class RecurrentLab(Lab):
         self.tokenizer = CharTokenizer(recipe.task.alphabet)
 
     def data(self, rng):
-        """Programs that grow to their full length in the first half of training: short ones teach faster."""
+        """Programs that grow to their full length in the first half of training: short ones teach faster.
+
+        In the second half one batch in four is still shorter, so that both are kept.
+        """
         r = self.r
         for step in itertools.count():
-            grown = 2 * step * (r.task.digits - r.shortest) // r.steps[0]
-            task = replace(r.task, digits=min(r.task.digits, r.shortest + grown))
-            yield next(batches(task, self.tokenizer, rng, r.batch, task.digits + 1, self.device))
+            longest = min(r.task.digits, r.shortest + 2 * step * (r.task.digits - r.shortest) // r.steps[0])
+            short = 2 * step > r.steps[0] and rng.random() < 0.25
+            digits = int(rng.integers(min(r.shortest, longest), longest + 1)) if short else longest
+            yield next(
+                batches(replace(r.task, digits=digits), self.tokenizer, rng, r.batch, digits + 1, self.device)
+            )
 
     def recurrent(self):
         r = self.r
