@@ -184,9 +184,9 @@ class Chooser:
 
     def __init__(self, config, device, sampling: Sampling, batch: int):
         self.s, bias = sampling, np.zeros(config.vocab_size, np.float32)
-        bias[[config.mask_id, *sampling.forbidden]] = bias[config.n_tokens :] = -np.inf
-        if config.pad_id != config.eos_id:
-            bias[config.pad_id] = -np.inf
+        bias[[*sampling.forbidden]] = bias[config.n_tokens :] = -np.inf
+        for i in {config.mask_id, config.pad_id} - {-1, config.eos_id}:
+            bias[i] = -np.inf
         self.bias = torch.from_numpy(bias).to(device)
         if sampling.temperature > 0 or sampling.confidence == "random":
             self.generators = [torch.Generator(device).manual_seed(sampling.seed + b) for b in range(batch)]
@@ -317,6 +317,8 @@ class Book:
 
     def __init__(self, model, prompts, max_new_tokens, see, sampling, watch, cached=True, width=None):
         self.model, self.config, self.watch, self.A = model, model.config, watch, max_new_tokens
+        if self.config.mask_id < 0 and see is not see_before:
+            raise ValueError("this model has no mask token, so it can only decode autoregressively")
         self.device, prompts = model.device, check_prompts(prompts, max_new_tokens, model.config)
         B, self.width = len(prompts), width or max_new_tokens
         self.prompt_len = np.array([len(p) for p in prompts])

@@ -245,7 +245,7 @@ class Book:
         self.out.steps += 1
         return self.model.decode(z, window)
 
-    def prefill(self, r: int, eps: float | None = None):
+    def prefill(self, r: int, eps: float | None = None, norm: str = "mean"):
         """The prompt's forward and the first token of each answer. With eps it may end early (`settle`)."""
         check(r >= 1, f"r is {r}; at least 1 recurrence is needed")
         tokens, window = self.open(np.zeros_like(self.n), self.prompt_len)
@@ -253,7 +253,7 @@ class Book:
         if eps is None:
             z = self.recur(self.states[self.index], e, window, r)
         else:
-            z, spent = settle(self, e, window, r, eps)
+            z, spent = settle(self, e, window, r, eps, norm)
         self.out.steps += 1
         self.append(self.choose(self.model.decode(z, window, self.prompt_len - 1), 1)[0][:, 0], spent)
 
@@ -383,8 +383,10 @@ def adaptive_decode(
     return book.out
 
 
-def settle(book, e, window, r: int, eps: float):
-    """Recurrences of the open window until each row's mean delta is below eps: states [B, T, d], number [B].
+def settle(book, e, window, r: int, eps: float, norm: str = "mean"):
+    """Recurrences of the open window until each row's delta is below eps: states [B, T, d], number [B].
+
+    norm: the "mean" delta of the row's positions (as released), or the largest, "max".
 
     A row that has settled keeps its state; what it computes further goes to the cache's scrap position.
     """
@@ -400,7 +402,8 @@ def settle(book, e, window, r: int, eps: float):
             else torch.where(torch.from_numpy(running).to(z.device)[:, None, None], new, z)
         )
         spent += running
-        settled = np.where(book.inside, delta, 0).sum(1) / book.inside.sum(1) < eps
+        delta = np.where(book.inside, delta, 0)
+        settled = (delta.max(1) if norm == "max" else delta.sum(1) / book.inside.sum(1)) < eps
         if (running & settled).any():
             running &= ~settled
             elsewhere = np.where(running[:, None], book.positions(), book.L)
@@ -471,7 +474,7 @@ class Wave:
     predicted again in more than r // inner steps). freeze: "last" or "prefix", see the top of this file.
     noise: how beta falls with the recurrences n spent on a position: "linear" beta / (1 + n), "sqrt" the same
     with square roots of the weights, "constant". continuous: a new position starts from its left neighbour's
-    state. prefill_exit: the prompt's recurrences, too, end when its mean delta is below eps.
+    state. prefill_exit: the prompt's recurrences, too, end when every delta is below eps.
     """
 
     inner: int = 4
@@ -527,7 +530,7 @@ def wavefront_decode(
     """
     s = wave or Wave()
     book = Book(model, prompts, max_new_tokens, sampling, watch, n_slots, s.released_alignment)
-    book.prefill(r, s.eps if s.prefill_exit else None)
+    book.prefill(r, s.eps if s.prefill_exit else None, "max")
     start_wave(book)
     left = book.unfinished()
     for _ in range(s.max_steps):
@@ -669,10 +672,11 @@ def draw_wave(step: Step, eps: float, tokenizer, colour: bool) -> str:
 
 
 def run_program(program: str, top: int = 5) -> str:
-    """The truth: values 0 to `top` of a saturating counter after each instruction, the last one first."""
+    """The truth: values 0 to `top` of the counter after each instruction, the last one first."""
     value, values = 0, []
     for x in program:
-        value = int(x) if x.isdigit() else min(max(value + (1 if x == "+" else -1), 0), top)
+        changed = {"+": min(value + 1, top), "-": max(value - 1, 0), "~": top - value}
+        value = int(x) if x.isdigit() else changed[x]
         values.append(str(value))
     return "".join(reversed(values))
 
@@ -689,7 +693,10 @@ def parse_args(argv):
         description="Run a program on the tiny recurrent-depth model's counter and watch the wave move.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("program", help="a digit 0 to 5 sets the counter, + adds one, - takes one: 3++-1+++")
+    p.add_argument(
+        "program",
+        help="0 to 5 set the counter, + adds one, - takes one, ~ turns it over (5 minus it): 3++-~1++",
+    )
     p.add_argument("--model", default="out/counter-32/recurrent", help="checkpoint folder of the tiny model")
     p.add_argument("--inner", type=int, default=1, help="recurrences of a step, r'")
     p.add_argument("--eps", type=float, default=0.03, help="a state that moves less than this has settled")

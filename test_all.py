@@ -932,7 +932,7 @@ def test_counter_programs_are_right():
     """The answers are what the demo's own interpreter says, last value first; no split shares a program."""
     task, rng, seen = train_tiny.Counter(6), np.random.default_rng(0), {}
     tokenizer = CharTokenizer(task.alphabet)
-    assert rs.run_program("3+++-") == "45543" and rs.run_program("0--4") == "4000"
+    assert rs.run_program("3+++-~") == "145543" and rs.run_program("0--4") == "4000"
     for split in ("train", "validation", "test"):
         prompts, answers = train_tiny.sample(task, tokenizer, rng, 100, split, 7)
         seen[split] = {tokenizer.decode(p) for p in prompts}
@@ -1812,7 +1812,7 @@ def test_huginn_with_an_untied_head_in_shards():
     with tempfile.TemporaryDirectory() as d:
         folder, names = Path(d), list(tensors)
         config = json.loads((source / "config.json").read_text()) | {"tie_embeddings": False}
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 125}))
         shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
         for shard, inside in shards.items():
             tiny_models.write_safetensors(folder / shard, {n: tensors[n] for n in inside})

@@ -12,7 +12,9 @@ Conventions, used by every file:
   them a decoder moves a number of its own. Nothing is concatenated, copied or cleared.
 """
 
+import itertools
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass
@@ -32,9 +34,9 @@ class TransformerConfig:
 
     vocab_size: int  # rows of the embedding = columns of the logits
     n_tokens: int  # ids below this one exist in the tokenizer; the rest pads the table and is never chosen
-    mask_id: int
     eos_id: int
     pad_id: int
+    mask_id: int = -1  # -1: no such token; the model decodes autoregressively only
     d_model: int = 64
     n_layers: int = 3
     n_heads: int = 2
@@ -466,34 +468,62 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
-def read_safetensors(path) -> dict[str, torch.Tensor]:
-    """Tensors of a .safetensors file by name, memory-mapped: nothing is read until it is used.
+@dataclass
+class Stored:
+    """A tensor in a .safetensors file, read when its rows are asked for."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: list[int]
+    begin: int  # its first byte in the file
+
+    def rows(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Elements [first, last) of its first dimension, memory-mapped for as long as the result lives."""
+        n, *rest = self.shape or [1]
+        last = n if last is None else min(last, n)
+        row = math.prod(rest) * self.dtype.itemsize
+        if (last - first) * row == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        raw = torch.from_numpy(
+            np.memmap(self.path, np.uint8, "c", self.begin + first * row, (last - first) * row)
+        )
+        raw = raw if self.begin % self.dtype.itemsize == 0 else raw.clone()  # torch wants aligned elements
+        return raw.view(self.dtype).reshape([last - first, *rest] if self.shape else [])
+
+
+def safetensors_header(path) -> dict[str, Stored]:
+    """The tensors of a .safetensors file by name, not read yet.
 
     The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, raw
-    data.
+    data. Raises ValueError for a file that is truncated, or whose header is damaged.
     """
-    size = os.path.getsize(path)
+    path, size, tensors, used = Path(path), os.path.getsize(path), {}, []
     with open(path, "rb") as f:
         start = 8 + int.from_bytes(f.read(8), "little")
         if start > size:
             raise ValueError(f"{path}: the header ends at byte {start} but the file has {size} bytes")
-        header = json.loads(f.read(start - 8))
+        header = parse_json(f.read(start - 8), f"the header of {path}")
     header.pop("__metadata__", None)
-    raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    tensors = {}
     for name, t in header.items():
-        begin, end = (start + offset for offset in t["data_offsets"])
         if t["dtype"] not in DTYPES:
             raise ValueError(f"{path}: {name} has dtype {t['dtype']}; known are {', '.join(DTYPES)}")
-        dtype = DTYPES[t["dtype"]]
-        if not start <= begin <= end <= size or end - begin != int(np.prod(t["shape"])) * dtype.itemsize:
+        dtype, (begin, end) = DTYPES[t["dtype"]], (start + offset for offset in t["data_offsets"])
+        if not start <= begin <= end <= size or end - begin != math.prod(t["shape"]) * dtype.itemsize:
             raise ValueError(
                 f"{path}: {name} {t['shape']} is said to be bytes {begin} to {end}, but the file has {size} "
                 "bytes; it is truncated or damaged"
             )
-        data = raw[begin:end] if begin % dtype.itemsize == 0 else raw[begin:end].clone()
-        tensors[name] = data.view(dtype).reshape(t["shape"])
+        tensors[name] = Stored(path, dtype, t["shape"], begin)
+        used.append((begin, end, name))
+    for (_, end, one), (begin, _, other) in itertools.pairwise(sorted(used)):
+        if begin < end:
+            raise ValueError(f"{path}: {one} and {other} overlap at byte {begin}; the header is damaged")
     return tensors
+
+
+def read_safetensors(path) -> dict[str, torch.Tensor]:
+    """Tensors of a .safetensors file by name, memory-mapped: nothing is read until it is used."""
+    return {name: stored.rows() for name, stored in safetensors_header(path).items()}
 
 
 def write_safetensors(path, tensors: dict[str, torch.Tensor]):
@@ -542,39 +572,96 @@ def restore_checkpoint(folder):
     shutil.rmtree(old, ignore_errors=True)
 
 
+def parse_json(text, name: str):
+    """The value of a JSON text, else ValueError with the name of what it was."""
+    try:
+        return json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"{name} is not valid JSON: {e}") from None
+
+
+def read_json(path, default=None):
+    """A JSON file, or the default when there is none."""
+    path = Path(path)
+    return parse_json(path.read_text(), str(path)) if path.exists() else default
+
+
 def read_config(folder) -> dict:
     """config.json of a checkpoint folder."""
     restore_checkpoint(folder)
-    path = Path(folder) / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"no checkpoint in {folder}: {path} does not exist")
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path} is not valid JSON: {e}") from None
+    j = read_json(Path(folder) / "config.json")
+    if j is None:
+        raise FileNotFoundError(f"no checkpoint in {folder}: {Path(folder) / 'config.json'} does not exist")
+    return j
 
 
-def read_tensors(folder) -> dict[str, torch.Tensor]:
+def stored_tensors(folder) -> dict[str, Stored]:
     """All tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json names."""
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    shards = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+    index = read_json(folder / "model.safetensors.index.json")
+    where = index["weight_map"] if index else {}
     tensors = {}
-    for shard in shards or ["model.safetensors"]:
+    for shard in sorted(set(where.values())) or ["model.safetensors"]:
+        if Path(shard).name != shard:
+            raise ValueError(f"{folder}: the weight map names {shard!r}, which is not a file of this folder")
         if not (folder / shard).exists():
             raise FileNotFoundError(f"{folder / shard} does not exist")
-        tensors.update(read_safetensors(folder / shard))
+        tensors.update(safetensors_header(folder / shard))
+    for name, shard in where.items():
+        if name not in tensors or tensors[name].path.name != shard:
+            raise ValueError(f"{folder}: the weight map says that {name} is in {shard}, but it is not")
     return tensors
 
 
-def llada_layout(j: dict):
+def read_tensors(folder) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, memory-mapped."""
+    return {name: stored.rows() for name, stored in stored_tensors(folder).items()}
+
+
+def special_id(folder, j: dict, kind: str) -> int | None:
+    """Token id of a kind (eos, pad, mask) as the checkpoint's files say it, the first of several, or None."""
+    for source in (j, read_json(Path(folder) / "generation_config.json", {})):
+        value = source.get(f"{kind}_token_id")
+        value = value[0] if isinstance(value, list) else value
+        if value is not None:
+            return value
+    tokens = read_json(Path(folder) / "tokenizer_config.json", {})
+    text = tokens.get(f"{kind}_token")
+    text = text["content"] if isinstance(text, dict) else text
+    ids = [int(i) for i, t in tokens.get("added_tokens_decoder", {}).items() if t["content"] == text]
+    return ids[0] if ids else None
+
+
+def special_ids(folder, j: dict, masked: bool) -> dict:
+    """eos_id, pad_id (EOS where a checkpoint has none) and, for diffusion models, mask_id."""
+    ids = {f"{kind}_id": special_id(folder, j, kind) for kind in ("eos", "pad", "mask")}
+    for kind in ("eos", "mask") if masked else ("eos",):
+        if ids[f"{kind}_id"] is None:
+            raise ValueError(
+                f"{folder}: neither config.json nor the tokenizer's files give a {kind}_token_id"
+            )
+    if not masked:
+        del ids["mask_id"]
+    return ids | {"pad_id": ids["eos_id"] if ids["pad_id"] is None else ids["pad_id"]}
+
+
+def refuse(j: dict, **known):
+    """ValueError for a field of config.json that changes the mathematics to something we do not have."""
+    for field, value in known.items():
+        if j.get(field) not in (value, None):
+            hint = "; scaled RoPE (Llama 3.1) is out of scope" if field == "rope_scaling" else ""
+            raise ValueError(f"config.json: {field} is {j[field]!r}; only {value!r} is implemented{hint}")
+
+
+def llada_layout(folder, j: dict):
     """config.json of LLaDA -> our config, and {our name: public names whose tensors are stacked}."""
+    refuse(j, alibi=False, rope=True, block_type="llama", activation_type="silu", layer_norm_type="rms")
+    refuse(j, attention_layer_norm=False, include_bias=False, bias_for_layer_norm=False, block_group_size=1)
+    refuse(j, input_emb_norm=False, scale_logits=False, layer_norm_with_affine=True, rope_scaling=None)
     config = TransformerConfig(
+        **special_ids(folder, j, masked=True),
         vocab_size=j.get("embedding_size") or j["vocab_size"],
         n_tokens=j["vocab_size"],
-        mask_id=j["mask_token_id"],
-        eos_id=j["eos_token_id"],
-        pad_id=j["pad_token_id"],
         d_model=j["d_model"],
         n_layers=j["n_layers"],
         n_heads=j["n_heads"],
@@ -603,25 +690,26 @@ def llada_layout(j: dict):
     return config, names | block_names(config, block, parts)
 
 
-def dream_layout(j: dict):
-    """config.json of Dream -> our config, and {our name: public names whose tensors are stacked}."""
+def llama_layout(folder, j: dict):
+    """The same for Dream, Qwen2 and Llama, which share their names. The last two are autoregressive."""
+    dream, llama = j["model_type"] == "Dream", j["model_type"] == "llama"
+    refuse(j, hidden_act="silu", rope_scaling=None, use_sliding_window=False, attention_bias=False)
+    refuse(j, mlp_bias=False, use_mrope=False, head_dim=j["hidden_size"] // j["num_attention_heads"])
     config = TransformerConfig(
+        **special_ids(folder, j, masked=dream),
         vocab_size=j["vocab_size"],
         n_tokens=j["vocab_size"],
-        mask_id=j["mask_token_id"],
-        eos_id=j["eos_token_id"],
-        pad_id=j["pad_token_id"],
         d_model=j["hidden_size"],
         n_layers=j["num_hidden_layers"],
         n_heads=j["num_attention_heads"],
-        n_kv_heads=j["num_key_value_heads"],
+        n_kv_heads=j.get("num_key_value_heads") or j["num_attention_heads"],
         d_mlp=j["intermediate_size"],
         max_len=j["max_position_embeddings"],
-        rope_base=j["rope_theta"],
+        rope_base=j.get("rope_theta", 10000.0),
         norm_eps=j["rms_norm_eps"],
-        qkv_bias=True,
-        tied_head=j["tie_word_embeddings"],
-        causal=False,
+        qkv_bias=not llama,
+        tied_head=j.get("tie_word_embeddings", False),
+        causal=not dream,
         shift=True,
     )
     names = {"embedding.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
@@ -638,13 +726,15 @@ def dream_layout(j: dict):
     return config, names | block_names(config, "model.layers.{}.", parts)
 
 
-def huginn_layout(j: dict):
-    """config.json of Huginn -> our config, {our name: public names}. Its freqs_cis is our rotary_table."""
+def huginn_layout(folder, j: dict):
+    """The same for Huginn and its fine-tuned variants. Its freqs_cis is our rotary_table."""
+    refuse(j, block_class_name="SandwichBlock", norm_class_name="RMSNorm_llama", mlp_class_name="GatedMLP")
+    refuse(j, nonlin_name="SiLU", injection_type="linear", qk_bias=True, bias=False, state_init="like-init")
+    refuse(j, test_time_noise=0)
     config = RecurrentConfig(
+        **special_ids(folder, j, masked=False),
         vocab_size=j.get("padded_vocab_size") or j["vocab_size"],
         n_tokens=j["vocab_size"],
-        eos_id=j.get("eos_token_id", 65505),
-        pad_id=j.get("pad_token_id", 65509),
         d_model=j["n_embd"],
         n_prelude=j["n_layers_in_prelude"],
         n_core=j["n_layers_in_recurrent_block"],
@@ -685,7 +775,7 @@ def block_names(config, prefix: str, parts: dict[str, list[str]]) -> dict[str, l
     }
 
 
-def own_layout(j: dict):
+def own_layout(folder, j: dict):
     """A tiny checkpoint of `save_checkpoint`: our fields and our names."""
     cls, config_cls = MODELS[j["model_type"]]
     config = config_cls(**{name: j[name] for name in config_cls.__dataclass_fields__ if name in j})
@@ -697,49 +787,119 @@ MODELS = {
     "Transformer": (Transformer, TransformerConfig),
     "RecurrentDepth": (RecurrentDepth, RecurrentConfig),
 }
-LAYOUTS = {"llada": (Transformer, llada_layout), "Dream": (Transformer, dream_layout)}
+LAYOUTS = {"llada": (Transformer, llada_layout), "Dream": (Transformer, llama_layout)}
+LAYOUTS |= {"qwen2": (Transformer, llama_layout), "llama": (Transformer, llama_layout)}
 LAYOUTS |= {"huginn_raven": (RecurrentDepth, huginn_layout)}
 LAYOUTS |= {name: (cls, own_layout) for name, (cls, _) in MODELS.items()}
 
 
-def load_checkpoint(folder, device="cpu", dtype=torch.float32):
-    """Model of a checkpoint folder: a tiny one of `save_checkpoint`, LLaDA, Dream or Huginn. In eval mode.
-
-    Raises FileNotFoundError or ValueError, one sentence each: no config, unknown model_type, truncated file,
-    and missing, unexpected or mis-shaped tensors by name.
-    """
+def read_layout(folder):
+    """The model of a checkpoint folder, without data, and {our name: public names that are stacked}."""
     j = read_config(folder)
     kind = j.get("model_type")
     if kind not in LAYOUTS:
         raise ValueError(f"{folder}: model_type {kind!r} is unknown; known are {', '.join(LAYOUTS)}")
     cls, layout = LAYOUTS[kind]
-    config, names = layout(j)
-    tensors = read_tensors(folder)
-    expected = {name for public in names.values() for name in public}
-    redundant = {"freqs_cis"} | ({"lm_head.weight"} if config.tied_head else set())
-    extra = set(tensors) - expected - redundant
-    for what, wrong in (("lacks", expected - set(tensors)), ("has unexpected", extra)):
-        if wrong:
-            some = ", ".join(sorted(wrong)[:8]) + (", ..." if len(wrong) > 8 else "")
-            raise ValueError(f"{folder}: the checkpoint {what} {len(wrong)} tensors: {some}")
+    try:
+        config, names = layout(folder, j)
+    except KeyError as e:
+        raise ValueError(f"{folder}: config.json lacks the field {e}") from None
     with torch.device("meta"):
-        model = cls(config)
+        return cls(config), names
+
+
+def load_checkpoint(folder, device="cpu", dtype=torch.float32, lora=None, any_base=False):
+    """Model of a checkpoint folder: a tiny one of `save_checkpoint`, LLaDA, Dream, Qwen2, Llama or Huginn.
+
+    lora: a PEFT folder whose adapter is merged, W + (alpha / r) B A in float32 before the cast. The tensors
+    are copied one by one from the memory-mapped files, so that little more than the weights is ever in
+    memory. In eval mode. Raises FileNotFoundError or ValueError, one sentence each: no config, unknown
+    model_type or field, truncated file, missing, unexpected or mis-shaped tensors by name, an adapter for
+    another base (unless any_base).
+    """
+    model, names = read_layout(folder)
+    tensors = stored_tensors(folder)
+    expected = {name for public in names.values() for name in public}
+    redundant = {"freqs_cis"} | ({"lm_head.weight"} if model.config.tied_head else set())
+    for what, wrong in (
+        ("lacks", expected - set(tensors)),
+        ("has unexpected", set(tensors) - expected - redundant),
+    ):
+        if wrong:
+            raise ValueError(f"{folder}: the checkpoint {what} {len(wrong)} tensors: {some(wrong)}")
+    deltas = read_lora(lora, folder, tensors, any_base) if lora else {}
     model = model.to(dtype).to_empty(device=device).eval()
     for name, param in model.state_dict().items():
-        load_parameter(
-            param, [tensors[public] for public in names[name]], f"{folder}: {', '.join(names[name])}"
-        )
+        copy_tensors(param, names[name], tensors, deltas, folder)
     return model.requires_grad_(False)
 
 
-def load_parameter(param, parts, name: str):
-    """Copy parts, stacked along the first dimension, into param."""
+def some(names) -> str:
+    return ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+
+
+CHUNK = 1 << 25  # bytes of a file that are mapped at a time: mapped pages count as resident memory
+
+
+def copy_tensors(param, public: list[str], tensors: dict[str, Stored], deltas: dict, folder):
+    """Copy the public tensors, stacked along the first dimension, into param; add their LoRA deltas."""
+    parts = [tensors[name] for name in public]
     shape = [sum(p.shape[0] for p in parts), *parts[0].shape[1:]]
     if list(param.shape) != shape or any(p.shape[1:] != parts[0].shape[1:] for p in parts):
-        shapes = ", ".join(str(list(p.shape)) for p in parts)
-        raise ValueError(f"{name}: shape {shapes} found where {list(param.shape)} was expected")
-    for piece, part in zip(param.split([p.shape[0] for p in parts]), parts, strict=True):
-        piece.copy_(part)
+        shapes = ", ".join(str(p.shape) for p in parts)
+        raise ValueError(
+            f"{folder}: {', '.join(public)}: shape {shapes} found where {list(param.shape)} was expected"
+        )
+    for name, part, piece in zip(public, parts, param.split([p.shape[0] for p in parts]), strict=True):
+        step = max(1, CHUNK // max(1, math.prod(part.shape[1:]) * part.dtype.itemsize))
+        for i in range(0, part.shape[0], step):
+            rows = part.rows(i, i + step)
+            if name in deltas:
+                scale, b, a = deltas[name]
+                rows = rows.float() + scale * (b[i : i + step] @ a)
+            piece[i : i + step].copy_(rows)
+
+
+# ------------------------------------------------------------------------------------------------------- LoRA
+
+
+def read_lora(lora, folder, tensors: dict[str, Stored], any_base: bool) -> dict:
+    """{public weight name: (alpha / r, B [out, r], A [r, in])} of a PEFT folder, in float32."""
+    j = read_json(Path(lora) / "adapter_config.json")
+    if j is None or not (Path(lora) / "adapter_model.safetensors").exists():
+        raise FileNotFoundError(f"{lora} has no adapter_config.json with an adapter_model.safetensors")
+    known = dict(peft_type="LORA", use_dora=False, use_rslora=False, bias="none", lora_bias=False)
+    known |= dict(fan_in_fan_out=False, modules_to_save=None, rank_pattern={}, alpha_pattern={})
+    for field, value in known.items():
+        if j.get(field, value) not in (value, None):
+            raise ValueError(f"{lora}: adapter_config.json: {field} is {j[field]!r}; only {value!r} is known")
+    check_base(lora, j.get("base_model_name_or_path"), folder, any_base)
+    adapter, deltas = read_safetensors(Path(lora) / "adapter_model.safetensors"), {}
+    modules = {name.rsplit(".lora_", 1)[0] for name in adapter}
+    for module in sorted(modules):
+        weight = module.removeprefix("base_model.model.") + ".weight"
+        pair = [adapter.pop(f"{module}.lora_{x}.weight", None) for x in "BA"]
+        if weight not in tensors or any(x is None for x in pair):
+            raise ValueError(f"{lora}: {module} is not a pair of lora_A and lora_B for {weight} of {folder}")
+        b, a = (x.float() for x in pair)
+        if [len(b), a.shape[1]] != tensors[weight].shape or b.shape[1] != len(a):
+            raise ValueError(
+                f"{lora}: {module} has shapes {list(b.shape)} and {list(a.shape)}; {weight} is "
+                f"{tensors[weight].shape}"
+            )
+        deltas[weight] = j["lora_alpha"] / j["r"], b, a
+    if adapter:
+        raise ValueError(f"{lora}: the adapter has unexpected tensors: {some(adapter)}")
+    return deltas
+
+
+def check_base(lora, base: str | None, folder, any_base: bool):
+    """An adapter on another base loses many points without a word, so the names must agree."""
+    own = [Path(folder).resolve().name, read_config(folder).get("_name_or_path") or ""]
+    if not any_base and base and Path(base).name.lower() not in [Path(name).name.lower() for name in own]:
+        raise ValueError(
+            f"{lora} is an adapter for {base}, but the checkpoint is {own[0]}; --any-base uses it anyway"
+        )
 
 
 # --------------------------------------------------------------------------------------------- tiny tokenizer
