@@ -31,7 +31,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tiny_models import CharTokenizer, addition_prompt, load_checkpoint, read_config, read_sum
+from tiny_models import (
+    CharTokenizer,
+    Stream,
+    add_checkpoint_arguments,
+    addition_prompt,
+    check_prompts,
+    cut,
+    describe,
+    evaluate,
+    find_checkpoint,
+    load_checkpoint,
+    markdown,
+    open_checkpoint,
+    read_config,
+    read_prompt,
+    read_sum,
+    statistics_line,
+)
 
 # ----------------------------------------------------------------------------- block-causal attention (Eq. 2)
 
@@ -319,7 +336,11 @@ class Book:
         self.model, self.config, self.watch, self.A = model, model.config, watch, max_new_tokens
         if self.config.mask_id < 0 and see is not see_before:
             raise ValueError("this model has no mask token, so it can only decode autoregressively")
-        self.device, prompts = model.device, check_prompts(prompts, max_new_tokens, model.config)
+        self.device, prompts = model.device, check_prompts(prompts, max_new_tokens, self.config)
+        if (
+            self.config.shift
+        ):  # output i predicts token i + 1: an empty prompt begins with EOS, as Dream's texts
+            prompts = [p if len(p) else np.array([self.config.eos_id]) for p in prompts]
         B, self.width = len(prompts), width or max_new_tokens
         self.prompt_len = np.array([len(p) for p in prompts])
         self.tokens = np.full((B, self.prompt_len.max() + self.width), -1)
@@ -421,47 +442,6 @@ class Book:
             self.cache.keep(keep)
         self.index()
         return None if state is None else state[keep]
-
-
-def check_prompts(prompts, max_new_tokens: int, config) -> list[np.ndarray]:
-    """Prompts (token ids; one prompt or a list of them) as int arrays; ValueError for what cannot be decoded.
-
-    A shifted model needs a token before the first one, so an empty prompt becomes its EOS, as Dream begins a
-    text.
-    """
-    if isinstance(prompts, np.ndarray | torch.Tensor) or (len(prompts) and np.ndim(prompts[0]) == 0):
-        prompts = [prompts] if np.ndim(prompts) == 1 else list(prompts)
-    if len(prompts) == 0:
-        raise ValueError("the batch is empty: give at least one prompt")
-    prompts = [np.asarray(p, np.int64 if len(p) == 0 else None) for p in prompts]
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    for b, p in enumerate(prompts):
-        if p.dtype.kind not in "iu" or p.ndim != 1:
-            raise ValueError(
-                f"prompt {b} has dtype {p.dtype} and {p.ndim} dimensions; token ids are one row of integers"
-            )
-        if len(p) and not 0 <= p.min() <= p.max() < config.n_tokens:
-            raise ValueError(
-                f"prompt {b} holds ids {p.min()} to {p.max()}; this model knows 0 to {config.n_tokens - 1}"
-            )
-        if (p == config.mask_id).any():
-            raise ValueError(
-                f"prompt {b} holds the mask id {config.mask_id}; only the decoder may place masks"
-            )
-        if len(p) + max_new_tokens > config.max_len:
-            raise ValueError(
-                f"prompt {b} has {len(p)} tokens and max_new_tokens is {max_new_tokens}; "
-                f"together at most {config.max_len}"
-            )
-    return [np.array([config.eos_id]) if config.shift and len(p) == 0 else p for p in prompts]
-
-
-def cut(answer, eos_id: int) -> list[int]:
-    """The answer [A] up to and including its first EOS."""
-    ends = np.flatnonzero(answer == eos_id)
-    answer = answer[: ends[0] + 1] if len(ends) else answer
-    return answer.tolist()
 
 
 def check_thresholds(block_size: int, **thresholds):
@@ -732,12 +712,18 @@ COLOURS = {"cached": "\033[90m", "full": "\033[1;32m", "semi": "\033[33m", "deco
 BRACKETS = {"cached": "  ", "full": "[]", "semi": "()", "decoded": "  "}
 
 
-def draw(step: Step, tokenizer, k: int, colour: bool) -> str:
+def spell(ids, tokenizer, config) -> str:
+    """Text of token ids, masks as dots, the end of a sequence as a dollar."""
+    special = {config.mask_id: "\u00b7", config.eos_id: "$"}
+    return "".join(special.get(i) or tokenizer.decode([i]) for i in map(int, ids))
+
+
+def draw(step: Step, tokenizer, config, k: int, colour: bool) -> str:
     """One line of text for the first row of a step: its open blocks, each marked by its state."""
     P, blocks = step.prompt_len[0], []
     n_open = step.n_open[0] if step.n_open is not None else -(-(step.tokens.shape[1] - P) // k)
     for i in range(n_open):
-        text = tokenizer.decode(step.tokens[0, P + i * k : P + (i + 1) * k], mask="\u00b7", eos="$")
+        text = spell(step.tokens[0, P + i * k : P + (i + 1) * k], tokenizer, config)
         state = "decoded"
         if step.full is not None:
             state = "cached" if P + (i + 1) * k <= step.n_final[0] else "full" if step.full[0, i] else "semi"
@@ -747,80 +733,156 @@ def draw(step: Step, tokenizer, k: int, colour: bool) -> str:
     return "".join(blocks)
 
 
-def demo_decode(args, config: dict, model, prompt, watch):
+PRESETS = {  # Table 8: (family, benchmark) -> settings; tau_act .95 and tau_conf .9 where nothing is said
+    ("LLaDA", "gsm8k"): dict(max_new_tokens=512, block_size=64, tau_add=0.7),
+    ("LLaDA", "mbpp"): dict(max_new_tokens=512, block_size=32, tau_add=0.9),
+    ("LLaDA", "humaneval"): dict(max_new_tokens=512, block_size=32, tau_add=0.1),
+    ("LLaDA", "math"): dict(max_new_tokens=512, block_size=32, tau_add=0.1),
+    ("Dream", "gsm8k"): dict(max_new_tokens=256, block_size=32, tau_add=0.1),
+    ("Dream", "mbpp"): dict(max_new_tokens=256, block_size=48, tau_add=0.1),
+    ("Dream", "humaneval"): dict(max_new_tokens=256, block_size=32, tau_add=0.9, tau_conf=0.95),
+    ("Dream", "math"): dict(max_new_tokens=256, block_size=64, tau_add=0.1),
+}
+DEFAULTS = dict(max_new_tokens=256, block_size=32, tau_add=0.1, tau_act=0.95, tau_conf=0.9)
+
+
+def settle_options(args, shift: bool, **defaults):
+    """What the command line leaves open comes from the preset, then from the defaults."""
+    preset = PRESETS[("Dream" if shift else "LLaDA", args.preset)] if args.preset else {}
+    for name, value in (DEFAULTS | defaults | preset).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def decode(args, model, prompts, watch=None) -> Decoded:
     """Call the decoder that --method names, with the settings of the command line."""
-    A, k = config["max_new_tokens"], args.block_size
+    A, k = args.max_new_tokens, args.block_size
+    sampling = Sampling(args.temperature, args.top_p, seed=args.seed)
     if args.method == "pipelined":
-        return pipelined_decode(model, prompt, A, k, args.tau_add, args.tau_act, args.tau_conf, watch=watch)
+        thresholds = args.tau_add, args.tau_act, args.tau_conf
+        return pipelined_decode(model, prompts, A, k, *thresholds, sampling, watch)
     if args.method == "ar":
-        return autoregressive_decode(model, prompt, A, watch=watch)
+        return autoregressive_decode(model, prompts, A, sampling, watch)
     if args.method == "vanilla":
-        return vanilla_decode(model, prompt, A, watch=watch)
-    return cached_decode(model, prompt, A, k, args.cache, args.tau_conf, watch=watch)
+        order = dict(order="entropy") if model.config.shift else dict(block_length=k)
+        return vanilla_decode(model, prompts, A, steps=args.steps, sampling=sampling, watch=watch, **order)
+    return cached_decode(model, prompts, A, k, args.cache, args.tau_conf, sampling, watch)
 
 
 def parse_args(argv=None):
     p = argparse.ArgumentParser(
-        description="Watch a tiny D2F student add two numbers. Train it first: python train_tiny.py",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Watch a tiny D2F student add two numbers (train it first: python train_tiny.py), or "
+        "answer a prompt with a full LLaDA, Dream, Qwen2 or Llama checkpoint."
     )
-    p.add_argument("a", type=int, help="first number")
-    p.add_argument("b", type=int, help="second number")
+    p.add_argument("numbers", type=int, nargs="*", help="two numbers for the tiny student to add")
+    p.add_argument("--out", default="out/addition-23", help="folder of trained tiny models")
     p.add_argument(
-        "--method", choices=METHODS, default="pipelined", help="decoder; each uses the model made for it"
+        "--block-size", type=int, help="k, positions per block (default: 32, tiny: as in training)"
     )
-    p.add_argument("--out", default="out/addition-23", help="folder of trained models, from train_tiny.py")
-    p.add_argument("--block-size", type=int, help="k, positions per block (default: as in training)")
-    p.add_argument(
-        "--tau-add", type=float, default=0.1, help="open a block when the last is decoded to this share"
-    )
-    p.add_argument(
-        "--tau-act", type=float, default=0.95, help="fully activate when the previous block is this decoded"
-    )
-    p.add_argument("--tau-conf", type=float, default=0.9, help="accept a token above this probability")
+    p.add_argument("--tau-add", type=float, help="open a block when the last is decoded to this share (0.1)")
+    p.add_argument("--tau-act", type=float, help="fully activate when the one before is this decoded (0.95)")
+    p.add_argument("--tau-conf", type=float, help="accept a token above this probability (0.9)")
     p.add_argument(
         "--cache", choices=("none", "prefix", "dual"), default="prefix", help="for --method cached"
     )
-    p.add_argument(
-        "--trace", action="store_true", help="print numbers instead of the picture, one line a forward"
-    )
+    p.add_argument("--steps", type=int, help="for --method vanilla (default: one a token)")
+    p.add_argument("--trace", action="store_true", help="numbers instead of the picture, one line a forward")
+    p.add_argument("--preset", choices=sorted({name for _, name in PRESETS}), help="settings of Table 8")
+    p.add_argument("--lora", help="PEFT folder to merge into the checkpoint")
+    p.add_argument("--any-base", action="store_true", help="merge it although it names another base")
+    add_checkpoint_arguments(p, METHODS)
     return p.parse_args(argv)
 
 
-def main(argv=None):
-    args = parse_args(argv)
+def watcher(args, tokenizer, config):
+    """A `watch` that prints each step: a picture of the blocks, or with --trace numbers."""
+    forwards = itertools.count(1)
+
+    def watch(step):
+        ran = f"{next(forwards):3d}  positions {step.start[0]:3d} to {step.stop[0]:3d} "
+        if args.trace:
+            commits = " ".join(f"{p}:{spell([t], tokenizer, config)}" for _, p, t in step.commits)
+            print(f"{ran} cached {step.n_final[0]:3d}  commits {commits}")
+        else:
+            print(ran + draw(step, tokenizer, config, args.block_size, sys.stdout.isatty()))
+
+    return watch
+
+
+def add_numbers(args):
+    """The demo: a tiny model adds two numbers, step by step."""
     folder = f"{args.out}/{METHODS[args.method]}"
-    try:
-        config = read_config(folder)
-        model = load_checkpoint(folder)
-        prompt = addition_prompt(args.a, args.b, config["digits"])
-        args.block_size = args.block_size or config["block_size"]
-        tokenizer = CharTokenizer(config["alphabet"])
-        print(f"{prompt}  ({args.method}, {model.n_parameters():,} parameters)")
-        forwards = itertools.count(1)
-
-        def watch(step):
-            ran = f"positions {step.start[0]:3d} to {step.stop[0]:3d}"
-            if args.trace:
-                commits = " ".join(f"{p}:{tokenizer.decode([t], eos='$')}" for _, p, t in step.commits)
-                print(f"{next(forwards):3d}  {ran}  cached {step.n_final[0]:3d}  commits {commits}")
-            else:
-                picture = draw(step, tokenizer, args.block_size, sys.stdout.isatty())
-                print(f"{next(forwards):3d}  {ran} {picture}")
-
-        started = time.perf_counter()
-        out = demo_decode(args, config, model, tokenizer.encode(prompt), watch)
-    except FileNotFoundError as e:
-        sys.exit(f"{e}; make it with: python train_tiny.py")
-    except ValueError as e:
-        sys.exit(str(e))
+    config, model = read_config(folder), load_checkpoint(folder)
+    tokenizer = CharTokenizer(config["alphabet"])
+    settle_options(args, True, block_size=config["block_size"], max_new_tokens=config["max_new_tokens"])
+    a, b = args.numbers
+    prompt = addition_prompt(a, b, config["digits"])
+    print(f"{prompt}  ({args.method}, {model.n_parameters():,} parameters)")
+    started = time.perf_counter()
+    out = decode(args, model, tokenizer.encode(prompt), watcher(args, tokenizer, model.config))
     seconds, n = time.perf_counter() - started, len(out.answers[0])
     if args.method == "pipelined" and not args.trace:
         print("\n  cached   [fully activated]   (semi-activated)   \u00b7 masked   $ end of sequence")
     total = read_sum(tokenizer.decode(out.answers[0]))
-    print(f"{args.a} + {args.b} = {total}  ({'right' if total == args.a + args.b else 'wrong'})")
+    print(f"{a} + {b} = {total}  ({'right' if total == a + b else 'wrong'})")
     per = n / out.forwards
     print(f"{n} answer tokens, {out.forwards} forwards, {per:.1f} tokens a forward, {seconds:.3f} s")
+
+
+def run_checkpoint(args):
+    """Answer --prompt, or the problems of --eval, with a full checkpoint."""
+    model, tokenizer = open_checkpoint(args, lora=args.lora, any_base=args.any_base)
+    settle_options(args, model.config.shift)
+    names = (
+        "checkpoint",
+        "lora",
+        "method",
+        "chat",
+        *DEFAULTS,
+        "temperature",
+        "top_p",
+        "seed",
+        "cache",
+        "steps",
+    )
+    settings = {name: getattr(args, name) for name in (*names, "few_shot", "shots")}
+
+    def answer(ids, watch=None):
+        out = decode(args, model, ids, watch)
+        return out.answers[0], {"forwards": out.forwards}
+
+    if args.eval:
+        print(evaluate(args, tokenizer, answer, settings))
+        return
+    stream = Stream(tokenizer)
+
+    def final(step):
+        row = step.tokens[0, step.prompt_len[0] :]
+        stream.show(row[: first(row == model.config.mask_id)])
+
+    ids, show = read_prompt(args, tokenizer), watcher(args, tokenizer, model.config)
+    started = time.perf_counter()
+    tokens, cost = answer(ids, show if args.watch or args.trace else final)
+    seconds = time.perf_counter() - started
+    stream.show(tokens, last=True)
+    print(statistics_line(len(tokens), cost, seconds, args.device), file=sys.stderr)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        if args.dry_run:
+            print(markdown([describe(find_checkpoint(x), args.bandwidth) for x in args.dry_run]))
+        elif args.checkpoint and (args.prompt is not None or args.eval):
+            run_checkpoint(args)
+        elif len(args.numbers) == 2 and not args.checkpoint:
+            add_numbers(args)
+        else:
+            raise ValueError("give two numbers to add, or --checkpoint with --prompt or --eval (-h for help)")
+    except FileNotFoundError as e:
+        sys.exit(f"{e}" if args.checkpoint or args.dry_run else f"{e}; make it with: python train_tiny.py")
+    except ValueError as e:
+        sys.exit(str(e))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tiny_models import CharTokenizer, load_checkpoint, read_config
+from tiny_models import (
+    CharTokenizer,
+    Stream,
+    add_checkpoint_arguments,
+    check_prompts,
+    cut,
+    describe,
+    evaluate,
+    find_checkpoint,
+    load_checkpoint,
+    markdown,
+    open_checkpoint,
+    read_config,
+    read_prompt,
+    statistics_line,
+)
 
 # ---------------------------------------------------------------------- training (arXiv 2502.05171, Sec. 3.3)
 
@@ -136,29 +151,6 @@ def check(fine: bool, message: str):
         raise ValueError(message)
 
 
-def check_prompts(prompts, max_new_tokens: int, config) -> list[np.ndarray]:
-    """Prompts (token ids; one prompt or a list) as int arrays; ValueError for what cannot be decoded."""
-    check(len(prompts) > 0, "the batch is empty: give at least one prompt")
-    check(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    prompts = [np.asarray(p) for p in ([prompts] if np.ndim(prompts[0]) == 0 else prompts)]
-    for b, p in enumerate(prompts):
-        check(
-            p.ndim == 1 and len(p) > 0,
-            f"prompt {b} has shape {p.shape}; a prompt is a row of at least 1 token",
-        )
-        check(p.dtype.kind in "iu", f"prompt {b} has dtype {p.dtype}; token ids are integers")
-        known = f"this model knows 0 to {config.n_tokens - 1}"
-        check(
-            0 <= p.min() <= p.max() < config.n_tokens, f"prompt {b} holds ids {p.min()} to {p.max()}; {known}"
-        )
-        room = f"together at most {config.max_len}"
-        check(
-            len(p) + max_new_tokens <= config.max_len,
-            f"prompt {b} has {len(p)} tokens and max_new_tokens is {max_new_tokens}; {room}",
-        )
-    return prompts
-
-
 class Book:
     """The host's side of a decode: token buffer, lengths and the calls of the network. Rows that are done
     leave it.
@@ -172,7 +164,7 @@ class Book:
     def __init__(self, model, prompts, max_new_tokens, sampling, watch, n_slots=1, whole_context=False):
         self.model, self.c, self.watch, self.s = model, model.config, watch, sampling or Sampling()
         check(n_slots >= 1, f"the cache has {n_slots} slots for recurrences; it needs at least 1")
-        prompts = check_prompts(prompts, max_new_tokens, self.c)
+        prompts = check_prompts(prompts, max_new_tokens, self.c, shortest=1)
         self.prompt_len = np.array([len(p) for p in prompts])
         self.end = self.prompt_len + max_new_tokens
         self.limit = (
@@ -316,12 +308,6 @@ class Book:
             for name in self.per_row:
                 setattr(self, name, getattr(self, name)[keep])
         return len(keep) > 0
-
-
-def cut(answer, eos_id: int) -> list[int]:
-    """The answer up to and including its first EOS."""
-    ends = np.flatnonzero(answer == eos_id)
-    return [int(t) for t in (answer[: ends[0] + 1] if len(ends) else answer)]
 
 
 def relative_distance(z, before):
@@ -658,17 +644,16 @@ def random_tokens(generator, n: int, n_tokens: int):
 def draw_wave(step: Step, eps: float, tokenizer, colour: bool) -> str:
     """Row 0: frozen | refining > the newest prediction. In colour darker where a state still moves."""
     head, n, n_open = int(step.start[0]), int(step.n_frozen[0]), int(step.n_open[0])
-    frozen, refining, newest = (
-        tokenizer.decode(t, mask="?", eos="$", pad="?")
-        for t in np.split(step.tokens[0, step.prompt_len[0] : n_open + 1], (n, n_open) - step.prompt_len[0])
-    )
+    cuts = (n, n_open) - step.prompt_len[0]
+    parts = np.split(step.tokens[0, step.prompt_len[0] : n_open + 1], cuts)
+    frozen, refining, newest = ([tokenizer.decode([t]) or "$" for t in part] for part in parts)
     if not colour:
-        return f"{frozen}|{refining}>{newest}"
+        return f"{''.join(frozen)}|{''.join(refining)}>{''.join(newest)}"
     delta = step.distance[0][n - head :]
     delta = np.append(delta, [1.0] * (len(refining) - len(delta)))  # opened in this step
     far = np.clip(np.log(np.maximum(delta, eps) / eps) / math.log(1 / eps), 0, 1)  # 0 settled, 1 fresh
     grey = [f"\033[38;5;{round(249 - 12 * f)}m{c}" for f, c in zip(far, refining, strict=False)]
-    return f"\033[1m{frozen}\033[0m{''.join(grey)}\033[0m\033[2m{newest}\033[0m"
+    return f"\033[1m{''.join(frozen)}\033[0m{''.join(grey)}\033[0m\033[2m{''.join(newest)}\033[0m"
 
 
 def run_program(program: str, top: int = 5) -> str:
@@ -688,52 +673,118 @@ def program_prompt(program: str, longest: int, tokenizer) -> np.ndarray:
     return tokenizer.encode(program.rstrip("=") + "=")
 
 
-def parse_args(argv):
+METHODS = ("wavefront", "ar", "adaptive", "speculative")
+
+
+def decode(args, model, prompts, watch=None) -> Decoded:
+    """Call the sampler that --method names, with the settings of the command line."""
+    A, sampling = args.max_new_tokens, Sampling(args.temperature, args.top_p or 1.0, seed=args.seed)
+    if args.method == "ar":
+        return autoregressive_decode(model, prompts, A, args.r, sampling=sampling, watch=watch)
+    if args.method == "adaptive":
+        return adaptive_decode(model, prompts, A, args.r, args.eps, sampling=sampling, watch=watch)
+    if args.method == "speculative":
+        return speculative_decode(model, prompts, A, args.r, sampling=sampling, watch=watch)
+    names = ("inner", "eps", "eta", "beta", "max_wave", "prefill_exit")
+    wave = Wave(**{name: getattr(args, name) for name in names})
+    return wavefront_decode(model, prompts, A, wave, args.r, sampling=sampling, watch=watch)
+
+
+def parse_args(argv=None):
     p = argparse.ArgumentParser(
-        description="Run a program on the tiny recurrent-depth model's counter and watch the wave move.",
+        description="Run a program on the tiny recurrent-depth model's counter and watch the wave move "
+        "(train it first: python train_tiny.py), or answer a prompt with a full Huginn checkpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument(
-        "program",
-        help="0 to 5 set the counter, + adds one, - takes one, ~ turns it over (5 minus it): 3++-~1++",
+        "program", nargs="?", help="0 to 5 set the counter, + adds 1, - takes 1, ~ turns it: 3++-~1++"
     )
-    p.add_argument("--model", default="out/counter-32/recurrent", help="checkpoint folder of the tiny model")
-    p.add_argument("--inner", type=int, default=1, help="recurrences of a step, r'")
+    p.add_argument("--model", default="out/counter-32/recurrent", help="folder of the tiny model")
+    p.add_argument(
+        "--r", type=int, default=32, help="recurrences of the prompt, and of a token with --method ar"
+    )
+    p.add_argument("--inner", type=int, help="recurrences of a step, r' (default: 4, the tiny model 1)")
     p.add_argument("--eps", type=float, default=0.03, help="a state that moves less than this has settled")
+    p.add_argument("--eta", type=float, default=0.1, help="momentum of the embedded input")
+    p.add_argument("--beta", type=float, default=0.0, help="noise mixed into the states")
     p.add_argument("--max-wave", type=int, default=128, help="largest wavefront, W")
-    p.add_argument("--r", type=int, default=32, help="recurrences of the prompt, and of the comparison")
+    p.add_argument(
+        "--prefill-exit", action="store_true", help="the prompt's recurrences end once it has settled"
+    )
+    add_checkpoint_arguments(p, METHODS)
     return p.parse_args(argv)
+
+
+def watcher(args, tokenizer):
+    """A `watch` that prints each step of the wave."""
+
+    def watch(step):
+        if step.n_open is not None:
+            picture = draw_wave(step, args.eps, tokenizer, sys.stdout.isatty())
+            print(f"positions {step.start[0]:3d} to {step.stop[0]:3d}  {picture}")
+
+    return watch
+
+
+def run_counter(args):
+    """The demo: the tiny model runs a program, step by step; then the time of this and of autoregression."""
+    config, model = read_config(args.model), load_checkpoint(args.model)
+    tokenizer, args.max_new_tokens = CharTokenizer(config["alphabet"]), len(args.program) + 1
+    args.inner = args.inner or 1
+    prompt = program_prompt(args.program, config["digits"], tokenizer)
+    print(f"{tokenizer.decode(prompt)}  ({model.n_parameters():,} parameters)")
+    answer = tokenizer.decode(decode(args, model, prompt, watcher(args, tokenizer)).answers[0])
+    print(f"values, last first: {answer}  ({'right' if answer == run_program(args.program) else 'wrong'})")
+    for method in dict.fromkeys((args.method, "ar")):
+        args.method, started = method, time.perf_counter()
+        out = decode(args, model, prompt)
+        speed = len(out.answers[0]) / (time.perf_counter() - started)
+        print(f"{method:12} {out.steps:3d} steps {out.core_passes:5d} core passes {speed:8.1f} tokens/s")
+
+
+def run_checkpoint(args):
+    """Answer --prompt, or the problems of --eval, with a full checkpoint."""
+    model, tokenizer = open_checkpoint(args)
+    args.max_new_tokens, args.inner = args.max_new_tokens or 256, args.inner or 4
+    names = ("checkpoint", "method", "chat", "max_new_tokens", "temperature", "top_p", "seed", "r", "inner")
+    names += ("eps", "eta", "beta", "max_wave", "prefill_exit", "few_shot", "shots")
+
+    def answer(ids, watch=None):
+        out = decode(args, model, ids, watch)
+        return out.answers[0], {"forwards": out.steps, "core passes": out.core_passes}
+
+    if args.eval:
+        print(evaluate(args, tokenizer, answer, {name: getattr(args, name) for name in names}))
+        return
+    stream = Stream(tokenizer)
+
+    def final(step):
+        stream.show(step.tokens[0, step.prompt_len[0] : step.n_frozen[0]])
+
+    ids = read_prompt(args, tokenizer)
+    started = time.perf_counter()
+    tokens, cost = answer(ids, watcher(args, tokenizer) if args.watch else final)
+    seconds = time.perf_counter() - started
+    stream.show(tokens, last=True)
+    print(statistics_line(len(tokens), cost, seconds, args.device), file=sys.stderr)
 
 
 def main(argv=None):
     args = parse_args(argv)
     try:
-        config, model = read_config(args.model), load_checkpoint(args.model)
-        tokenizer, n = CharTokenizer(config["alphabet"]), len(args.program) + 1
-        prompt = program_prompt(args.program, config["digits"], tokenizer)
-        wave = Wave(inner=args.inner, eps=args.eps, max_wave=args.max_wave)
+        if args.dry_run:
+            print(markdown([describe(find_checkpoint(x), args.bandwidth) for x in args.dry_run]))
+        elif args.checkpoint and (args.prompt is not None or args.eval):
+            run_checkpoint(args)
+        elif args.program and not args.checkpoint:
+            run_counter(args)
+        else:
+            raise ValueError("give a program to run, or --checkpoint with --prompt or --eval (-h for help)")
     except FileNotFoundError as e:
-        sys.exit(f"{e}; make it with: python train_tiny.py --only recurrent")
+        tiny = not (args.checkpoint or args.dry_run)
+        sys.exit(f"{e}; make it with: python train_tiny.py --only recurrent" if tiny else str(e))
     except ValueError as e:
         sys.exit(str(e))
-    print(f"{tokenizer.decode(prompt)}  ({model.n_parameters():,} parameters)")
-
-    def watch(step):
-        if step.n_open is not None:
-            picture = draw_wave(step, wave.eps, tokenizer, sys.stdout.isatty())
-            print(f"positions {step.start[0]:3d} to {step.stop[0]:3d}  {picture}")
-
-    answer = tokenizer.decode(wavefront_decode(model, prompt, n, wave, args.r, watch=watch).answers[0])
-    right = "right" if answer == run_program(args.program) else "wrong"
-    print(f"values, last first: {answer}  ({right})")
-    for name, decode in (
-        (f"wavefront, r' = {args.inner}", lambda: wavefront_decode(model, prompt, n, wave, args.r)),
-        (f"autoregressive, r = {args.r}", lambda: autoregressive_decode(model, prompt, n, args.r)),
-    ):
-        started = time.perf_counter()
-        out = decode()
-        speed = len(out.answers[0]) / (time.perf_counter() - started)
-        print(f"{name:24} {out.steps:3d} steps {out.core_passes:5d} core passes {speed:8.1f} tokens/s")
 
 
 if __name__ == "__main__":

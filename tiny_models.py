@@ -12,11 +12,15 @@ Conventions, used by every file:
   them a decoder moves a number of its own. Nothing is concatenated, copied or cleared.
 """
 
+import importlib
 import itertools
 import json
 import math
 import os
+import re
 import shutil
+import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from tqdm import tqdm
 
 # ---------------------------------------------------------------------------------------------- configuration
 
@@ -902,6 +907,46 @@ def check_base(lora, base: str | None, folder, any_base: bool):
         )
 
 
+# -------------------------------------------------------------------------------- what goes in and comes out
+
+
+def check_prompts(prompts, max_new_tokens: int, config, shortest: int = 0) -> list[np.ndarray]:
+    """Prompts (token ids; one prompt or a list) as int arrays; ValueError for what cannot be decoded."""
+    if isinstance(prompts, np.ndarray | torch.Tensor) or (len(prompts) and np.ndim(prompts[0]) == 0):
+        prompts = [prompts] if np.ndim(prompts) == 1 else list(prompts)
+    if len(prompts) == 0:
+        raise ValueError("the batch is empty: give at least one prompt")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    prompts = [np.asarray(p, np.int64 if len(p) == 0 else None) for p in prompts]
+    mask_id = getattr(config, "mask_id", -1)
+    for b, p in enumerate(prompts):
+        if p.dtype.kind not in "iu" or p.ndim != 1:
+            raise ValueError(
+                f"prompt {b} has dtype {p.dtype} and {p.ndim} dimensions; token ids are one row of integers"
+            )
+        if len(p) < shortest:
+            raise ValueError(f"prompt {b} has {len(p)} tokens; it must have at least {shortest}")
+        if len(p) and not 0 <= p.min() <= p.max() < config.n_tokens:
+            raise ValueError(
+                f"prompt {b} holds ids {p.min()} to {p.max()}; this model knows 0 to {config.n_tokens - 1}"
+            )
+        if (p == mask_id).any():
+            raise ValueError(f"prompt {b} holds the mask id {mask_id}; only the decoder may place masks")
+        if len(p) + max_new_tokens > config.max_len:
+            raise ValueError(
+                f"prompt {b} has {len(p)} tokens and max_new_tokens is {max_new_tokens}; "
+                f"together at most {config.max_len}"
+            )
+    return prompts
+
+
+def cut(answer, eos_id: int) -> list[int]:
+    """The answer [A] up to and including its first EOS."""
+    answer = answer.tolist()
+    return answer[: answer.index(eos_id) + 1] if eos_id in answer else answer
+
+
 # --------------------------------------------------------------------------------------------- tiny tokenizer
 
 
@@ -911,7 +956,7 @@ class CharTokenizer:
     def __init__(self, alphabet: str = "0123456789+-=;"):
         self.alphabet = alphabet
         self.mask_id, self.eos_id, self.pad_id = (len(alphabet) + i for i in range(3))
-        self.n_tokens = len(alphabet) + 3
+        self.n_tokens, self.stop_ids, self.instruct = len(alphabet) + 3, {len(alphabet) + 1}, False
         self.table = np.full(128, -1, np.int64)  # ASCII code -> id
         self.table[[ord(c) for c in alphabet]] = np.arange(len(alphabet))
         self.ids = dict(vocab_size=self.n_tokens, n_tokens=self.n_tokens)  # for a model's config
@@ -927,6 +972,160 @@ class CharTokenizer:
     def decode(self, ids, mask: str = "_", eos: str = "", pad: str = "") -> str:
         symbols = [*self.alphabet, mask, eos, pad]
         return "".join(symbols[i] for i in ids)
+
+
+# -------------------------------------------------------------------------------- tokenizers of checkpoints
+
+CHAT = {  # model_type -> one user turn and the header of the answer; a checkpoint's own template goes first
+    "llada": "<|startoftext|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "Dream": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+    "qwen2": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+    "llama": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "huginn_raven": "<|begin_text|><|begin_header|>user<|end_header|>\n\n{}<|end_turn|>"
+    "<|begin_header|>Huginn<|end_header|>\n\n",
+}
+TURN_END = ("<|eot_id|>", "<|im_end|>", "<|end_turn|>")  # the text of tokens that end a turn
+
+
+def optional(package: str, module: str | None = None):
+    """An optional package (or a module of it), or the sentence that says how to get it."""
+    try:
+        return importlib.import_module(module or package)
+    except ImportError:
+        raise ValueError(f"this needs the package {package}: pip install {package}") from None
+
+
+class Tokenizer:
+    """The tokenizer of a public checkpoint, by the optional package tokenizers.
+
+    stop_ids: ids that end a text or a turn. turn_end: the id that ends a turn, or None. instruct: is the
+    model meant to be talked to. n_tokens: ids below this one exist.
+    """
+
+    def __init__(self, folder, family: str, eos_id: int, name: str = ""):
+        folder = Path(folder)
+        self.settings = read_json(folder / "tokenizer_config.json", {})
+        if (folder / "tokenizer.json").exists():
+            self.tokenizer = optional("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+        elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+            self.tokenizer = byte_level_bpe(folder, self.settings.get("added_tokens_decoder", {}))
+        else:
+            raise FileNotFoundError(f"{folder} has no tokenizer.json, and no vocab.json with merges.txt")
+        self.family, self.eos_id = family, eos_id
+        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.n_tokens = max(ids.values()) + 1
+        self.turn_end = next((ids[text] for text in TURN_END if text in ids), None)
+        self.stop_ids = {eos_id} | ({self.turn_end} - {None})
+        self.instruct = bool(re.search("instruct|chat|llada-1.5", f"{folder.resolve().name} {name}".lower()))
+
+    def encode(self, text: str) -> np.ndarray:
+        """int64 [n]; special tokens that are written out in the text are recognised, none is added."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, ids) -> str:
+        """Text of token ids, special tokens left out."""
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def chat(self, text: str) -> str:
+        """One user turn and the header of the answer, by the checkpoint's own template if it has one."""
+        template = self.settings.get("chat_template")
+        if not isinstance(template, str):
+            return CHAT[self.family].format(text)
+        names = {key: self.settings.get(key) for key in ("bos_token", "eos_token")}
+        names = {key: x["content"] if isinstance(x, dict) else x or "" for key, x in names.items()}
+        jinja = optional("jinja2", "jinja2.sandbox")
+        sandbox = jinja.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        messages = [{"role": "user", "content": text}]
+        return sandbox.from_string(template).render(messages=messages, add_generation_prompt=True, **names)
+
+
+def byte_level_bpe(folder: Path, added: dict):
+    """Dream's and Qwen's tokenizer, of vocab.json and merges.txt; added: id -> token that is never split."""
+    tokenizers = optional("tokenizers")
+    pre, regex = (
+        tokenizers.pre_tokenizers,
+        tokenizers.Regex(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+            r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    )
+    bpe = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    t = tokenizers.Tokenizer(bpe)
+    t.normalizer = tokenizers.normalizers.NFC()
+    bytes_only = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+    t.pre_tokenizer = pre.Sequence([pre.Split(regex, "isolated"), bytes_only])
+    t.decoder = tokenizers.decoders.ByteLevel()
+    for i, token in sorted(added.items(), key=lambda item: int(item[0])):
+        t.add_special_tokens([tokenizers.AddedToken(token["content"], normalized=False, special=True)])
+        if t.token_to_id(token["content"]) != int(i):
+            raise ValueError(f"{folder}: the added token {token['content']} does not get its id {i}")
+    return t
+
+
+def load_tokenizer(folder):
+    """The tokenizer of a checkpoint folder: `Tokenizer`, or a tiny model's `CharTokenizer`."""
+    j = read_config(folder)
+    if j.get("model_type") in MODELS:
+        return CharTokenizer(j["alphabet"]) if "alphabet" in j else CharTokenizer()
+    model, _ = read_layout(folder)
+    tokenizer = Tokenizer(folder, j["model_type"], model.config.eos_id, j.get("_name_or_path") or "")
+    if tokenizer.n_tokens > model.config.vocab_size:
+        raise ValueError(
+            f"{folder}: the tokenizer has {tokenizer.n_tokens} ids, the model only {model.config.vocab_size}"
+        )
+    return tokenizer
+
+
+def find_checkpoint(name: str) -> Path:
+    """A folder as it is; else a name on the model hub, downloaded by the optional package huggingface_hub."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise FileNotFoundError(f"no checkpoint in {name}: neither a folder nor a name like owner/model")
+    hub = optional("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0]
+        raise ValueError(f"{name} is not a folder, and downloading it failed: {reason}") from None
+
+
+# ------------------------------------------------------------------------------------------ sizes and floors
+
+
+def describe(folder, bandwidth: float = 2000.0, dtype=torch.bfloat16) -> dict:
+    """What a checkpoint needs, from config.json alone. bandwidth in GB/s.
+
+    A forward of one position reads every weight once, those of a recurrent core r times (r: the mean
+    recurrence); bandwidth / bytes read is the largest number of forwards a second at batch 1.
+    """
+    model, _ = read_layout(folder)
+    c, size = model.config, dtype.itemsize
+    recurrent = isinstance(model, RecurrentDepth)
+    total = model.n_parameters()
+    core = sum(p.numel() for p in [*model.core.parameters(), *model.adapter.parameters()]) if recurrent else 0
+    table = 0 if c.tied_head else model.embedding.weight.numel()  # looked up, not multiplied
+    used = total - table + (c.mean_recurrence - 1) * core if recurrent else total - table
+    slots = c.n_prelude + c.n_core + c.n_coda if recurrent else c.n_layers
+    heads = c.n_heads if recurrent else c.n_kv_heads
+    return {
+        "checkpoint": Path(folder).resolve().name,
+        "parameters": f"{total / 1e9:.2f}e9",
+        "weights, GB": f"{total * size / 1e9:.1f}",
+        "KV cache per 1,000 tokens, MB": f"{2000 * slots * heads * c.head_dim * size / 1e6:.0f}",
+        "GFLOP a position": f"{2 * used / 1e9:.1f}",
+        f"forwards/s at {bandwidth:.0f} GB/s": f"{bandwidth * 1e9 / (used * size):.1f}",
+    }
+
+
+def markdown(rows: list[dict]) -> str:
+    """A Markdown table of rows with equal keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])] + [[str(x) for x in row.values()] for row in rows]
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 # ---------------------------------------------------------------------------- addition, as the demos write it
@@ -953,3 +1152,191 @@ def read_sum(answer: str) -> int | None:
     if not fields or any(len(f) != 3 or f[0] != "=" or not f[1:].isdigit() for f in fields):
         return None
     return int(fields[-1][1] + "".join(f[2] for f in reversed(fields)))
+
+
+# ----------------------------------------------------------- command lines of both papers on full checkpoints
+
+
+def add_checkpoint_arguments(p, methods):
+    """The options that `d2f.py` and `recurrent_sampler.py` share, in an argparse parser."""
+    g = p.add_argument_group("full checkpoints")
+    g.add_argument("--checkpoint", help="folder of a public checkpoint, or its name on the model hub")
+    g.add_argument("--prompt", help="text to answer; - reads it from standard input")
+    g.add_argument("--method", choices=methods, default=next(iter(methods)), help="decoder")
+    g.add_argument("--chat", action="store_const", const=True, help="write the prompt as a turn of a chat")
+    g.add_argument("--raw", dest="chat", action="store_const", const=False, help="give the prompt as it is")
+    g.add_argument("--max-new-tokens", type=int, help="longest answer (default: 256)")
+    g.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    g.add_argument("--top-p", type=float, help="sample from the smallest set of this probability")
+    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    g.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
+    g.add_argument("--watch", action="store_true", help="show each step instead of streaming the text")
+    g.add_argument("--dry-run", nargs="+", metavar="FOLDER", help="print what checkpoints need, load nothing")
+    g.add_argument("--bandwidth", type=float, default=2000.0, help="memory bandwidth in GB/s for --dry-run")
+    e = p.add_argument_group("evaluation")
+    e.add_argument("--eval", metavar="JSONL", help="problems: question and answer, or prompt and reference")
+    e.add_argument("--few-shot", metavar="JSONL", help="solved examples to put before each problem")
+    e.add_argument("--shots", type=int, default=4, help="how many of them")
+    e.add_argument("--limit", type=int, help="only the first so many problems")
+    e.add_argument(
+        "--save", metavar="JSONL", help="results, one line a problem (default: beside the problems)"
+    )
+
+
+def open_checkpoint(args, **options):
+    """The model and tokenizer that a command line names. Sets args.chat, and the id that ends an answer."""
+    folder = find_checkpoint(args.checkpoint)
+    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    tokenizer = load_tokenizer(folder)
+    model = load_checkpoint(folder, args.device, getattr(torch, dtype), **options)
+    model.config.n_tokens = min(model.config.n_tokens, tokenizer.n_tokens)
+    args.chat = tokenizer.instruct if args.chat is None else args.chat
+    if args.chat and model.config.causal and tokenizer.turn_end is not None:
+        model.config.eos_id = tokenizer.turn_end  # a diffusion model fills its answer up with EOS
+    return model, tokenizer
+
+
+def read_prompt(args, tokenizer) -> np.ndarray:
+    """Token ids of --prompt, as a chat turn or as it is."""
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not text.strip():
+        raise ValueError("the prompt is empty")
+    return tokenizer.encode(tokenizer.chat(text) if args.chat else text)
+
+
+def answer_text(tokenizer, ids) -> str:
+    """The text of an answer, up to the first id that ends a text or a turn."""
+    ids = [int(i) for i in ids]
+    end = next((n for n, i in enumerate(ids) if i in tokenizer.stop_ids), len(ids))
+    return tokenizer.decode(ids[:end])
+
+
+class Stream:
+    """Prints an answer as it becomes final. A character whose bytes are not all there yet waits."""
+
+    def __init__(self, tokenizer, out=None):
+        self.tokenizer, self.out, self.shown = tokenizer, out or sys.stdout, ""
+
+    def show(self, ids, last: bool = False):
+        """ids: everything that is final by now."""
+        text = answer_text(self.tokenizer, ids)
+        if not text.startswith(self.shown) or (text.endswith("\ufffd") and not last):
+            return
+        self.out.write(text[len(self.shown) :] + ("\n" if last else ""))
+        self.out.flush()
+        self.shown = text
+
+
+def peak_memory(device: str) -> float:
+    """GB that this process held at most: on its GPU, else in memory."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 1e9
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return float("nan")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def statistics_line(n: int, cost: dict[str, int], seconds: float, device: str) -> str:
+    """Answer tokens, what they cost and how fast they came. cost: kind of call -> number."""
+    calls, first = ", ".join(f"{number} {kind}" for kind, number in cost.items()), next(iter(cost.values()))
+    return (
+        f"{n} answer tokens, {calls}, {n / first:.1f} tokens a forward, {seconds:.2f} s, "
+        f"{n / seconds:.1f} tokens/s, peak memory {peak_memory(device):.2f} GB"
+    )
+
+
+def read_jsonl(path) -> tuple[list[dict], list[str]]:
+    """The objects of a JSON-lines file, and a sentence for each line that is none."""
+    rows, broken = [], []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                row = parse_json(line, f"{path}: line {number}")
+                if not {"question", "answer"} <= set(row) and not {"prompt", "reference"} <= set(row):
+                    raise ValueError(
+                        f"{path}: line {number} has no question and answer, or prompt and reference"
+                    )
+                rows.append(row)
+            except (ValueError, TypeError) as e:
+                broken.append(str(e))
+    return rows, broken
+
+
+def problem_text(problem: dict, examples: list[dict]) -> str:
+    """A problem after solved examples; GSM8K's questions are written as lm-evaluation-harness does."""
+    if "question" in problem:
+        solved = [f"Question: {x['question']}\nAnswer: {x['answer']}\n\n" for x in examples]
+        return "".join(solved) + f"Question: {problem['question']}\nAnswer:"
+    return "".join(f"{x['prompt']}{x['reference']}\n\n" for x in examples) + problem["prompt"]
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, without $ and thousands separators: the papers' flexible extraction."""
+    found = re.findall(r"-?[$0-9.,]*[0-9][0-9.,]*", text)
+    if not found:
+        return None
+    number = re.sub(r"[$,]", "", found[-1]).rstrip(".")
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def is_right(response: str, problem: dict) -> bool:
+    """Does a response end in the reference's number; if the reference has none, is it the same text."""
+    reference = problem["answer"] if "question" in problem else problem["reference"]
+    reference = str(reference).split("####")[-1]
+    number = last_number(reference)
+    return response.strip() == reference.strip() if number is None else last_number(response) == number
+
+
+def finished_results(path: Path, settings: dict) -> list[dict]:
+    """Results of an earlier run with the same settings. Its last line, if half-written, is dropped."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"settings": settings}) + "\n")
+        return []
+    whole = path.read_text().rpartition("\n")[0].splitlines()
+    lines = [parse_json(line, f"{path}: line {n}") for n, line in enumerate(whole, 1)]
+    if not lines or lines[0].get("settings") != settings:
+        raise ValueError(f"{path} holds results of other settings; name another file with --save")
+    path.write_text("\n".join(whole) + "\n")
+    return lines[1:]
+
+
+def evaluate(args, tokenizer, decode, settings: dict) -> str:
+    """Answer the problems of --eval one by one; returns the summary. Goes on where an earlier run stopped.
+
+    decode(ids) -> answer ids and {kind of call: number}. settings: what a result depends on.
+    """
+    problems, broken = read_jsonl(args.eval)
+    examples = read_jsonl(args.few_shot)[0][: args.shots] if args.few_shot else []
+    path = Path(args.save or f"{args.eval}.results.jsonl")
+    results = finished_results(path, settings)
+    for sentence in broken:
+        print(sentence, file=sys.stderr)
+    problems = problems[: args.limit]
+    with open(path, "a") as f:
+        for problem in tqdm(problems[len(results) :], initial=len(results), total=len(problems)):
+            text = problem_text(problem, examples)
+            started = time.perf_counter()
+            ids, cost = decode(tokenizer.encode(tokenizer.chat(text) if args.chat else text))
+            seconds = time.perf_counter() - started
+            response = answer_text(tokenizer, ids).split("Question:")[0]
+            row = {"right": is_right(response, problem), "tokens": len(ids), "seconds": seconds, **cost}
+            results.append(row | {"response": response})
+            f.write(json.dumps(results[-1]) + "\n")
+            f.flush()
+    return summary(results[: len(problems)])
+
+
+def summary(results: list[dict]) -> str:
+    """One line about all results."""
+    if not results:
+        return "no problems"
+    n, tokens, seconds = len(results), sum(r["tokens"] for r in results), sum(r["seconds"] for r in results)
+    return (
+        f"{n} problems, {100 * sum(r['right'] for r in results) / n:.1f}% right, "
+        f"{tokens / seconds:.1f} tokens/s, latency {seconds / n:.2f} s, answers of {tokens / n:.1f} tokens"
+    )

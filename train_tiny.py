@@ -33,6 +33,7 @@ from tiny_models import (
     RecurrentDepth,
     Transformer,
     TransformerConfig,
+    cut,
     load_checkpoint,
     read_config,
     save_checkpoint,
@@ -363,7 +364,7 @@ class Lab:
 
 def exact(answers, truth, tokenizer) -> np.ndarray:
     """bool [n]: is the whole answer right, up to and including its EOS. truth int64 [n, A]."""
-    return np.array([a == d2f.cut(t, tokenizer.eos_id) for a, t in zip(answers, truth, strict=True)])
+    return np.array([a == cut(t, tokenizer.eos_id) for a, t in zip(answers, truth, strict=True)])
 
 
 @dataclass
