@@ -714,8 +714,8 @@ BRACKETS = {"cached": "  ", "full": "[]", "semi": "()", "decoded": "  "}
 
 def spell(ids, tokenizer, config) -> str:
     """Text of token ids, masks as dots, the end of a sequence as a dollar."""
-    special = {config.mask_id: "\u00b7", config.eos_id: "$"}
-    return "".join(special.get(i) or tokenizer.decode([i]) for i in map(int, ids))
+    special = {-1: "", config.mask_id: "\u00b7", config.eos_id: "$"}  # -1: behind the answer
+    return "".join(special[i] if i in special else tokenizer.decode([i]) for i in map(int, ids))
 
 
 def draw(step: Step, tokenizer, config, k: int, colour: bool) -> str:
@@ -857,7 +857,7 @@ def run_checkpoint(args):
     stream = Stream(tokenizer)
 
     def final(step):
-        row = step.tokens[0, step.prompt_len[0] :]
+        row = step.tokens[0, step.prompt_len[0] :][: args.max_new_tokens]
         stream.show(row[: first(row == model.config.mask_id)])
 
     ids, show = read_prompt(args, tokenizer), watcher(args, tokenizer, model.config)

@@ -2392,6 +2392,185 @@ def test_byte_level_bpe_from_vocab_and_merges():
         raises("does not get its id 270", tiny_models.load_tokenizer, folder)
 
 
+# ---------------------------------------------------------------------- full checkpoints: their command lines
+
+
+def command(module, *args) -> tuple[str, str, str]:
+    """What module.main(args) prints on its two streams, and its last words if it exits."""
+    out, err, words = io.StringIO(), io.StringIO(), ""
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            module.main([str(a) for a in args])
+        except SystemExit as e:
+            words = str(e.code)
+    return out.getvalue(), err.getvalue(), words
+
+
+def jsonl(path, *rows):
+    Path(path).write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+@section("full")
+def test_command_lines_answer_a_prompt():
+    """Every method on its checkpoint: what was streamed is the text of the answer, then statistics."""
+    needs("tokenizers")
+    lines = {
+        ("LLaDA-8B-Instruct", d2f): ("pipelined", "vanilla", "cached"),
+        ("Dream-v0-Base-7B", d2f): ("pipelined", "vanilla", "cached"),
+        ("Qwen2.5-7B", d2f): ("ar",),
+        ("huginn-0125", rs): rs.METHODS,
+    }
+    with tempfile.TemporaryDirectory() as d:
+        for (name, module), methods in lines.items():
+            folder = public_checkpoint(Path(d) / name, name)
+            model, t = load_checkpoint(folder), tiny_models.load_tokenizer(folder)
+            model.config.n_tokens = t.n_tokens
+            for method in methods:
+                args = ["--checkpoint", folder, "--prompt", "1+1=", "--raw", "--method", method]
+                args += ["--max-new-tokens", 11, "--device", "cpu"]
+                out, err, words = command(module, *args)
+                assert not words, (name, method, words)
+                options = module.parse_args(
+                    [str(a) for a in [*args, "--r", 32]][: None if module is rs else -2]
+                )
+                if module is d2f:
+                    d2f.settle_options(options, model.config.shift)
+                options.inner = 4
+                ids = module.decode(options, model, t.encode("1+1=")).answers[0]
+                assert out == tiny_models.answer_text(t, ids) + "\n", (name, method)
+                assert f"{len(ids)} answer tokens" in err and "peak memory" in err, err
+                watched, _, words = command(module, *args, "--watch")
+                assert not words and (watched.count("positions") > 1 or method in rs.METHODS[1:]), method
+        p = run("d2f.py", "--checkpoint", Path(d) / "Dream-v0-Base-7B", "--prompt", "-", input="1+1=")
+        assert p.returncode == 0 and "answer tokens" in p.stderr, p.stderr
+
+
+@section("full")
+def test_command_lines_refuse_in_one_sentence():
+    """Empty and overlong prompts, methods a model cannot run, missing folders and arguments."""
+    needs("tokenizers")
+    with tempfile.TemporaryDirectory() as d:
+        llada, qwen = (public_checkpoint(Path(d) / n, n) for n in ("LLaDA-8B-Instruct", "Qwen2.5-7B"))
+        for args, message in (
+            (["--checkpoint", llada, "--prompt", " "], "the prompt is empty"),
+            (["--checkpoint", llada, "--prompt", "x" * 300], "together at most 256"),
+            (["--checkpoint", qwen, "--prompt", "x"], "no mask token"),
+            (["--checkpoint", llada, "--prompt", "x", "--method", "ar", "--max-new-tokens", 3], "causal"),
+            (["--checkpoint", f"{d}/none/at/all", "--prompt", "x"], "neither a folder nor a name"),
+            (["--checkpoint", llada], "give two numbers to add, or --checkpoint with --prompt"),
+            (["--checkpoint", llada, "--prompt", "x", "--tau-conf", 2], "tau_conf is 2.0"),
+            (["--checkpoint", llada, "--prompt", "x", "--temperature", -1], "temperature is -1.0"),
+            ([1], "give two numbers"),
+        ):
+            words = command(d2f, *args)[2]
+            assert message in words and "\n" not in words, (args, words)
+
+
+@section("full")
+def test_presets_are_table_8():
+    """--preset takes the row of the checkpoint's family; what is given explicitly wins."""
+    for shift, benchmark, expected in (
+        (False, "gsm8k", (512, 64, 0.7, 0.95, 0.9)),
+        (False, "mbpp", (512, 32, 0.9, 0.95, 0.9)),
+        (True, "mbpp", (256, 48, 0.1, 0.95, 0.9)),
+        (True, "humaneval", (256, 32, 0.9, 0.95, 0.95)),
+        (True, "math", (256, 64, 0.1, 0.95, 0.9)),
+    ):
+        args = d2f.parse_args(["--preset", benchmark])
+        d2f.settle_options(args, shift)
+        got = (args.max_new_tokens, args.block_size, args.tau_add, args.tau_act, args.tau_conf)
+        assert got == expected, (shift, benchmark, got)
+    args = d2f.parse_args(["--preset", "gsm8k", "--tau-add", "0.3"])
+    d2f.settle_options(args, False)
+    assert (args.tau_add, args.block_size) == (0.3, 64)
+
+
+@section("full")
+def test_streams_show_whole_characters():
+    """What is shown grows to the answer's text; the bytes of a character wait for each other."""
+    needs("tokenizers")
+    with tempfile.TemporaryDirectory() as d:
+        t = tiny_models.load_tokenizer(public_checkpoint(Path(d) / "a", "LLaDA-8B-Instruct"))
+        out, ids = io.StringIO(), [*t.encode("a\u00e9\u4f60b"), 256, 97]
+        stream = tiny_models.Stream(t, out)
+        for n in range(len(ids) + 1):
+            stream.show(ids[:n])
+            assert "\ufffd" not in out.getvalue() and "a\u00e9\u4f60b".startswith(out.getvalue())
+        stream.show(ids, last=True)
+        assert out.getvalue() == "a\u00e9\u4f60b\n"
+
+
+@section("full")
+def test_the_last_number_is_the_answer():
+    """Flexible extraction: the last number, without $, thousands separators and a final full stop."""
+    for text, number in (
+        ("so 3 + 4 = 7.", "7"),
+        ("It costs $1,234.50 in all", "1234.5"),
+        ("-12", "-12"),
+        ("5.00 dollars", "5"),
+        ("from 10 to 20, then", "20"),
+        ("none", None),
+    ):
+        assert tiny_models.last_number(text) == number, text
+    gsm = {"question": "q", "answer": "thinking 3 4\n#### 1,000"}
+    assert tiny_models.is_right("I say 7, no: 1000.", gsm) and not tiny_models.is_right("1000, no: 7", gsm)
+    word = {"prompt": "p", "reference": "yes"}
+    assert tiny_models.is_right(" yes\n", word) and not tiny_models.is_right("yes 1", word)
+
+
+@section("full")
+def test_evaluation_counts_resumes_and_reports():
+    """Accuracy against answers made with the model itself; few-shot text; a broken line; a killed run
+    goes on without redoing what is done; other settings are refused.
+    """
+    needs("tokenizers")
+    with tempfile.TemporaryDirectory() as d:
+        folder = public_checkpoint(Path(d) / "llada", "LLaDA-8B-Instruct")
+        common = ["--checkpoint", folder, "--raw", "--max-new-tokens", 8, "--device", "cpu"]
+        asked = [f"{i}+{i}=" for i in range(4)]
+        said = [command(d2f, *common, "--prompt", q)[0].strip() for q in asked]
+        problems = [{"prompt": q, "reference": a} for q, a in zip(asked, said, strict=True)]
+        problems[2]["reference"] = "something else"
+        file = jsonl(f"{d}/p.jsonl", *problems[:2], "{broken", *problems[2:], {"question": "no answer"})
+        args = [*common, "--eval", file]
+        out, err, words = command(d2f, *args)
+        assert not words and "4 problems, 75.0% right" in out, (out, words)
+        assert "line 3 is not valid JSON" in err and "line 6 has no question and answer" in err, err
+
+        saved = Path(f"{file}.results.jsonl")
+        lines = saved.read_text().splitlines()
+        assert len(lines) == 5 and [json.loads(x)["right"] for x in lines[1:]] == [True, True, False, True]
+        marked = json.loads(lines[1]) | {"right": False}  # shows that it is not redone
+        saved.write_text("\n".join([lines[0], json.dumps(marked), lines[2], lines[3][:20]]))
+        assert "4 problems, 50.0% right" in command(d2f, *args)[0]
+        assert len(saved.read_text().splitlines()) == 5
+        words = command(d2f, *args, "--block-size", 4)[2]
+        assert "holds results of other settings" in words
+
+        examples = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(3)]
+        text = tiny_models.problem_text({"question": "q", "answer": "#### 1"}, examples[:2])
+        assert text == "Question: q0\nAnswer: a0\n\nQuestion: q1\nAnswer: a1\n\nQuestion: q\nAnswer:"
+        gsm = jsonl(f"{d}/g.jsonl", {"question": "1+1?", "answer": "#### 2"})
+        shots = ["--few-shot", jsonl(f"{d}/s.jsonl", *examples), "--shots", 2]
+        out, _, words = command(d2f, *common, "--eval", gsm, *shots)
+        assert not words and "1 problems" in out
+        huginn = public_checkpoint(Path(d) / "huginn-0125", "huginn-0125")
+        more = [
+            "--checkpoint",
+            huginn,
+            "--raw",
+            "--eval",
+            gsm,
+            "--max-new-tokens",
+            8,
+            "--save",
+            f"{d}/h.jsonl",
+        ]
+        out, _, words = command(rs, *more)
+        assert not words and "core passes" in Path(f"{d}/h.jsonl").read_text(), words
+
+
 # ---------------------------------------------------------------------------------------------------- running
 
 
