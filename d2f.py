@@ -657,9 +657,8 @@ def pipelined_decode(
     (Table 3). stop_at_eos False decodes on behind an EOS, as released; the text is the same. use_cache False
     re-runs the whole sequence in each forward; the output is the same.
     """
-    k, A, c = block_size, max_new_tokens, model.config
-    check_thresholds(k, tau_add=tau_add, tau_act=tau_act, tau_conf=tau_conf)
-    N = -(-A // k)
+    check_thresholds(block_size, tau_add=tau_add, tau_act=tau_act, tau_conf=tau_conf)
+    k, A, N, c = block_size, max_new_tokens, -(-max_new_tokens // block_size), model.config
     book = Book(model, prompts, A, see_blocks(k), sampling, watch, use_cache, N * k)
     size = np.minimum(k, A - k * np.arange(N))  # positions of each block: the last may be short
     events = np.array([c.mask_id, c.eos_id])[:, None, None]

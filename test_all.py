@@ -2442,7 +2442,16 @@ def test_command_lines_answer_a_prompt():
                 assert f"{len(ids)} answer tokens" in err and "peak memory" in err, err
                 watched, _, words = command(module, *args, "--watch")
                 assert not words and (watched.count("positions") > 1 or method in rs.METHODS[1:]), method
-        p = run("d2f.py", "--checkpoint", Path(d) / "Dream-v0-Base-7B", "--prompt", "-", input="1+1=")
+        p = run(
+            "d2f.py",
+            "--checkpoint",
+            Path(d) / "Dream-v0-Base-7B",
+            "--prompt",
+            "-",
+            "--max-new-tokens",
+            9,
+            input="1+1=",
+        )
         assert p.returncode == 0 and "answer tokens" in p.stderr, p.stderr
 
 
@@ -2567,8 +2576,36 @@ def test_evaluation_counts_resumes_and_reports():
             "--save",
             f"{d}/h.jsonl",
         ]
+        more += ["--eps", 10]  # an untrained model never settles
         out, _, words = command(rs, *more)
         assert not words and "core passes" in Path(f"{d}/h.jsonl").read_text(), words
+
+
+@section("full")
+def test_lm_evaluation_harness_runs_a_local_task():
+    """Both adapters in lm-evaluation-harness: a local task of two lines, one of them answered right."""
+    needs("lm_eval", "tokenizers")
+    with tempfile.TemporaryDirectory() as d:
+        for name, public, module in (("d2f", "LLaDA-8B-Instruct", d2f), ("wavefront", "huginn-0125", rs)):
+            folder = public_checkpoint(Path(d) / public, public)
+            options = ["--checkpoint", folder, "--max-new-tokens", 6, "--device", "cpu"]
+            options += ["--raw"] + (["--eps", 10] if module is rs else [])
+            said = [command(module, *options, "--prompt", q)[0].rstrip("\n") for q in ("1+1=", "2+2=")]
+            rows = [dict(q="1+1=", a=said[0]), dict(q="2+2=", a=said[1] + " and more")]
+            task = dict(
+                task="two_lines", dataset_path="json", test_split="test", output_type="generate_until",
+                dataset_kwargs={"data_files": {"test": str(jsonl(f"{d}/two.jsonl", *rows))}},
+                doc_to_text="{{q}}", doc_to_target="{{a}}", generation_kwargs={"until": ["</s>"]},
+                metric_list=[dict(metric="exact_match", aggregation="mean", higher_is_better=True)],
+            )  # fmt: skip
+            (Path(d) / "two_lines.yaml").write_text(json.dumps(task))  # JSON is YAML
+            args = f"checkpoint={folder},max_new_tokens=6,raw=True" + (",eps=10" if module is rs else "")
+            where = ["--tasks", "two_lines", "--include_path", d, "--device", "cpu"]
+            env = {"HF_HOME": d, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+            p = run("experiments/harness.py", "--model", name, "--model_args", args, *where, env=env)
+            assert p.returncode == 0, p.stderr[-3000:]
+            line = next(x for x in p.stdout.splitlines() if "exact_match" in x)
+            assert "|0.5" in line.replace(" ", ""), p.stdout
 
 
 # ---------------------------------------------------------------------------------------------------- running
