@@ -307,6 +307,7 @@ class Decoded:
 
 
 Watch = Callable[[Step], None]
+LOGITS = 1 << 27  # logits that are held at a time
 
 
 def see_before(at, prompt_len, end):
@@ -408,12 +409,21 @@ class Book:
         rows, i = wanted.reshape(len(wanted), -1).nonzero()
         # token P + i is predicted by the output of position P + i - shift, counted from the window's start
         output = self.prompt_len - self.start - self.config.shift
-        flat = torch.from_numpy(output[rows] + rows * self.hidden.shape[1] + i).to(self.device)
-        logits = self.model.head(self.hidden.flatten(0, 1).index_select(0, flat))  # (M, V)
+        values = self.read(output[rows] + rows * self.hidden.shape[1] + i, rows)
         out = np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape), np.full(wanted.shape, -np.inf)
-        for dense, values in zip(out, self.choose(logits, self.rows[rows]), strict=True):
-            dense[wanted] = values
+        for dense, some in zip(out, values, strict=True):
+            dense[wanted] = some
         return out
+
+    def read(self, flat, rows):
+        """What `Chooser` makes of the outputs at flat (int [M], of rows [M]), so many at a time that fit."""
+        most = max(1, LOGITS // self.config.vocab_size)
+        if len(flat) > most:
+            parts = [self.read(flat[i : i + most], rows[i : i + most]) for i in range(0, len(flat), most)]
+            return map(np.concatenate, zip(*parts, strict=True))
+        at = torch.from_numpy(flat).to(self.device)
+        logits = self.model.head(self.hidden.flatten(0, 1).index_select(0, at))  # (M, V)
+        return self.choose(logits, self.rows[rows])
 
     def commit(self, chosen, token, n_final=None, full=None, n_open=None):
         """Write token where chosen, both [B, ...] as in `predict`. The cache commits by moving a number."""

@@ -723,6 +723,83 @@ def test_watching_changes_nothing():
 # -------------------------------------------------------------------------------------------------------- EOS
 
 
+@section("decode")
+def test_padded_windows_change_nothing():
+    """Static pads windows to few sizes, so that they can be compiled: the same answers and forwards of every
+    decoder, without a compiler and with torch.compile's own front end.
+    """
+    for shift, causal in ((False, False), (True, False), (True, True)):
+        model = random_model(3, shift=shift, causal=causal)
+        for compile in (None, functools.partial(torch.compile, backend="eager")):
+            static = tiny_models.Static(model, compile, sizes=(1, 4, 8, 16, 64))
+            for prompts in (random_prompts(1, (5, 9, 1)), random_prompts(2, (6,))):
+                for name, decode in decoders(model, 19).items():
+                    plain = decode(prompts)
+                    padded = decode.func(static, prompts, **decode.keywords)
+                    assert padded.answers == plain.answers and padded.forwards == plain.forwards, name
+
+
+@section("decode")
+def test_compiled_windows_change_nothing():
+    """The same with torch.compile's default compiler; a compiler that fails is named and done without."""
+    model, prompts = random_model(3, shift=True), random_prompts(2, (6,))
+    plain = d2f.pipelined_decode(model, prompts, 19, 4, tau_conf=0.6)
+
+    def broken(f):
+        def run(*args):
+            raise RuntimeError("no compiler here\nand more")
+
+        return run
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        out = d2f.pipelined_decode(tiny_models.Static(model, broken), prompts, 19, 4, tau_conf=0.6)
+    assert (
+        out.answers == plain.answers and said.getvalue() == "not compiled: RuntimeError: no compiler here\n"
+    )
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        raise Skip("torch.compile needs a C++ compiler")
+    static = tiny_models.Static(model, torch.compile, sizes=(64,))
+    out = d2f.pipelined_decode(static, prompts, 19, 4, tau_conf=0.6)
+    assert out.answers == plain.answers and static.run != model.layers, "it fell back"
+
+
+@section("decode")
+def test_logits_in_parts_change_nothing():
+    """However few logits may be held at a time, answers are the same, greedy and sampled."""
+    model, prompts, most = random_model(4), random_prompts(3, (7, 2)), d2f.LOGITS
+    try:
+        answers = []
+        for d2f.LOGITS in (most, 24 * 3, 1):
+            answers.append(d2f.pipelined_decode(model, prompts, 13, 4, tau_conf=0.6).answers)
+        assert answers[0] == answers[1] == answers[2]
+    finally:
+        d2f.LOGITS = most
+
+
+@section("decode")
+def test_cost_of_a_token_by_answer_length():
+    """In positions, not seconds: an answer eight times as long costs D2F, the wave and autoregression about
+    as much a token, and the uncached decoder eight times as much.
+    """
+    model, causal = random_model(5, max_len=600), random_model(5, max_len=600, causal=True, shift=True)
+    core = tiny_models.RecurrentConfig(25, 24, 24, 24, d_model=32, max_len=600)
+    core = tiny_models.RecurrentDepth(core).init_weights(torch.Generator().manual_seed(0))
+    free, wave = Sampling(forbidden=(18,)), rs.Wave(inner=2, exit="fixed")
+    costs = {}
+    for n in (64, 512):
+        for name, out in {
+            "ar": d2f.autoregressive_decode(causal, [[1]], n, free),
+            "none": d2f.cached_decode(model, [[1]], n, cache="none", tau_conf=1.0, sampling=free),
+            "d2f": d2f.pipelined_decode(model, [[1]], n, 8, tau_conf=1.0, sampling=free),
+            "wave": rs.wavefront_decode(core, [[1]], n, wave, r=4),
+        }.items():
+            assert len(out.answers[0]) == n, name
+            costs.setdefault(name, []).append(out.positions / n)
+    ratio = {name: long / short for name, (short, long) in costs.items()}
+    assert all(0.8 < ratio[name] < 1.2 for name in ("ar", "d2f", "wave")) and ratio["none"] > 7.5, ratio
+
+
 @section("eos")
 def test_stopping_at_eos_changes_no_text_and_saves_forwards():
     """Blocks behind an EOS are not computed; the text is that of the run that decodes on."""

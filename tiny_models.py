@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -112,8 +113,8 @@ class KVCache:
 
     def __init__(self, slots, batch, kv_heads, max_len, head_dim, device="cpu", dtype=torch.float32):
         shape = (slots, batch, kv_heads, max_len + 1, head_dim)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)  # zeros: a masked key must still be finite
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        # zeros: a masked key must still be finite
+        self.k, self.v = torch.zeros((2, *shape), device=device, dtype=dtype)
         self.max_len = max_len
 
     def open(self, at, n_keys: int):
@@ -262,13 +263,15 @@ class Network(nn.Module):
     def place(self, length: int, start, mask, cache):
         """Rotary tables and additive attention mask of a window; opens it in the cache.
 
-        start: see `window_positions`. mask: bool, broadcastable to [B, 1, length, keys], True = may attend;
-        None = config.causal decides.
+        start: see `window_positions`, or its result, int64 [B, length]. mask: bool, broadcastable to
+        [B, 1, length, keys], True = may attend; None = config.causal decides.
         """
         c, device = self.config, self.device
         if self._rope is None or self._rope.device != device:
             self._rope = rotary_table(c.head_dim, c.max_len, c.rope_base, self.rope_interleaved, device)
-        at = window_positions(start, length, cache.max_len if cache else c.max_len, device)
+        at = start
+        if not isinstance(start, torch.Tensor):
+            at = window_positions(start, length, cache.max_len if cache else c.max_len, device)
         if mask is None and c.causal and not isinstance(at, slice):  # rows that start apart
             host = np.asarray(start) if np.ndim(start) > 1 else np.asarray(start)[:, None] + np.arange(length)
             last = host[host < (cache.max_len if cache else c.max_len)].max()
@@ -313,7 +316,10 @@ class Transformer(Network):
         With a cache, the window's K/V are written at its positions and it attends to cache[0 :
         mask.shape[-1]] (without a mask: to everything up to its own last position).
         """
-        rope, mask = self.place(tokens.shape[1], start, mask, cache)
+        return self.layers(tokens, *self.place(tokens.shape[1], start, mask, cache), cache)
+
+    def layers(self, tokens, rope, mask, cache):
+        """The work of `hidden`, on tensors alone."""
         x = self.embedding(tokens)  # (B, T, d)
         for i, block in enumerate(self.blocks):
             x = block(x, rope, mask, cache, i)
@@ -343,6 +349,55 @@ class Transformer(Network):
             std = 0.02 if "embedding" in name else scale * p.shape[1] ** -0.5
             nn.init.normal_(p, 0.0, std, generator=generator)
         return self
+
+
+class Static(nn.Module):
+    """A transformer whose windows have few sizes, so that it can be compiled: the decoders' view of a model.
+
+    Windows are padded to the next of `sizes`, their keys to the whole cache; padding is written to the
+    cache's scrap position. The output is the model's own. compile: how to compile the layers, for example
+    torch.compile; where that fails, the layers run as they are, with a sentence that says why.
+    """
+
+    def __init__(
+        self, model: Transformer, compile: Callable | None = None, sizes=(1, 8, 16, 32, 64, 128, 256)
+    ):
+        super().__init__()
+        self.model, self.config, self.sizes = model, model.config, sizes
+        self.head, self.new_cache = model.head, model.new_cache
+        self.run = compile(model.layers) if compile else model.layers
+
+    @property
+    def device(self):
+        return self.model.device
+
+    def hidden(self, tokens, start=0, mask=None, cache=None):
+        """See `Transformer.hidden`; without a cache, or for a window beyond the last size, it is that."""
+        (B, T), size = tokens.shape, next((n for n in self.sizes if n >= tokens.shape[1]), None)
+        if cache is None or size is None:
+            return self.model.hidden(tokens, start, mask, cache)
+        first = np.asarray(start)
+        at = np.full((B, size), cache.max_len)  # the scrap position
+        at[:, :T] = first if first.ndim == 2 else first.reshape(-1, 1) + np.arange(T)
+        at = torch.from_numpy(np.minimum(at, cache.max_len)).to(self.device)
+        if mask is None:  # as in `place`: everything up to the window's end, or causal
+            seen = at if self.config.causal else at[:, T - 1 : T].expand(B, size)
+            mask = torch.arange(cache.max_len, device=self.device) <= seen[:, None, :, None]
+        else:
+            mask = F.pad(mask, (0, cache.max_len - mask.shape[-1])).expand(B, 1, T, cache.max_len)
+            mask = F.pad(mask, (0, 0, 0, size - T), value=True)
+        rope, mask = self.model.place(size, at, mask, cache)
+        return self.call(F.pad(tokens, (0, size - T)), rope, mask, cache)[:, :T]
+
+    def call(self, *window):
+        try:
+            return self.run(*window)
+        except Exception as e:  # whatever a compiler trips over
+            if self.run == self.model.layers:
+                raise
+            print(f"not compiled: {type(e).__name__}: {str(e).strip().splitlines()[0]}", file=sys.stderr)
+            self.run = self.model.layers
+            return self.run(*window)
 
 
 # -------------------------------------------------------------------------------------------- recurrent depth
@@ -947,6 +1002,12 @@ def cut(answer, eos_id: int) -> list[int]:
     return answer[: answer.index(eos_id) + 1] if eos_id in answer else answer
 
 
+def in_groups(decode, prompts, group: int, name: str = ""):
+    """decode(prompts) -> Decoded for `group` prompts at a time, with a progress bar: yields one for each."""
+    for i in tqdm(range(0, len(prompts), group), name, mininterval=0.5, disable=len(prompts) <= group):
+        yield decode(list(prompts[i : i + group]))
+
+
 # --------------------------------------------------------------------------------------------- tiny tokenizer
 
 
@@ -1124,8 +1185,8 @@ def describe(folder, bandwidth: float = 2000.0, dtype=torch.bfloat16) -> dict:
 
 def markdown(rows: list[dict]) -> str:
     """A Markdown table of rows with equal keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0])] + [[str(x) for x in row.values()] for row in rows]
-    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
+    lines = [rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join(f"|{'|'.join(map(str, line))}|" for line in lines)
 
 
 # ---------------------------------------------------------------------------- addition, as the demos write it

@@ -31,10 +31,13 @@ from tiny_models import (
     CharTokenizer,
     RecurrentConfig,
     RecurrentDepth,
+    Static,
     Transformer,
     TransformerConfig,
     cut,
+    in_groups,
     load_checkpoint,
+    markdown,
     read_config,
     save_checkpoint,
 )
@@ -383,12 +386,13 @@ class Row:
 
     def measure(self, prompts, answers, tokenizer, group: int = 16):
         """Accuracy, answer tokens, forwards and throughput over all problems, in batches of `group`."""
-        right, tokens, forwards, started = [], [], [], time.perf_counter()
-        for i in range(0, len(prompts), group):
-            out = self.decode(list(prompts[i : i + group]), answers.shape[1])
-            right.extend(exact(out.answers, answers[i : i + group], tokenizer))
-            tokens.extend(map(len, out.answers))
+        answers_of = functools.partial(self.decode, max_new_tokens=answers.shape[1])
+        found, tokens, forwards, started = [], [], [], time.perf_counter()
+        for out in in_groups(answers_of, prompts, group, self.name):
+            found += out.answers
+            tokens += map(len, out.answers)
             forwards.extend(getattr(out, self.cost))
+        right = exact(found, answers, tokenizer)
         self.throughput = sum(tokens) / (time.perf_counter() - started)
         self.exact, self.tokens, self.forwards = (float(np.mean(x)) for x in (right, tokens, forwards))
         return self
@@ -583,7 +587,7 @@ def write_text(path: Path, text: str):
 def measure_rows(lab, rows: list[Row], n_accuracy: int, n_speed: int, shots: int = 0) -> np.ndarray:
     """Accuracy and speed of every row on test problems; returns their prompts."""
     prompts, answers = lab.problems("test", n_accuracy, shots)
-    for row in tqdm(rows, "accuracy", mininterval=0.5):
+    for row in rows:
         row.measure(prompts, answers, lab.tokenizer)
     if lab.threads is None and lab.device == "cpu":
         fastest_threads(lambda: [rows[-1].decode([p], lab.r.answer_len) for p in prompts[:5]])
@@ -776,6 +780,208 @@ def recurrent_job(lab: RecurrentLab, n_accuracy: int, n_speed: int, profile: boo
         profile_rows(model, waves, prompts[:n_speed], lab.r.answer_len, methods)
 
 
+# -------------------------------------------------------------------------------------------- bench (--bench)
+
+
+def throughput_rows(rows: list[Row], prompts, answer_len: int, batches: list[int], lab) -> list[dict]:
+    """Answer tokens a second of each row in batches of each size, in turn on the same problems."""
+    table = [{"tokens/s at batch": row.name} for row in rows]
+    for batch in batches:
+        for row, line in zip(rows, table, strict=True):
+            row.decode(list(prompts[:batch]), answer_len)  # warm-up
+            started = time.perf_counter()
+            decode = functools.partial(row.decode, max_new_tokens=answer_len)
+            outs = list(in_groups(decode, prompts[: max(batch, len(prompts) // 4)], batch, row.name))
+            if lab.device.startswith("cuda"):
+                torch.cuda.synchronize()
+            tokens = sum(len(a) for out in outs for a in out.answers)
+            line[batch] = round(tokens / (time.perf_counter() - started))
+    return table
+
+
+def equal_answers(row: Row, prompts, answer_len: int, group: int = 16) -> int:
+    """How many prompts get the same answer in a batch as alone."""
+    decode = functools.partial(row.decode, max_new_tokens=answer_len)
+    together = [a for out in in_groups(decode, prompts, group, "batched") for a in out.answers]
+    alone = [a for out in in_groups(decode, prompts, 1, "single") for a in out.answers]
+    return sum(a == b for a, b in zip(together, alone, strict=True))
+
+
+def untrained(causal: bool, device: str, max_len: int, **changes) -> Transformer:
+    """A random transformer of the tiny size whose confidences vary, as a trained one's do."""
+    ids = dict(vocab_size=64, n_tokens=64, eos_id=62, pad_id=62, mask_id=63, tied_head=False)
+    config = TransformerConfig(**ids | dict(max_len=max_len, causal=causal) | changes)
+    model = Transformer(config).init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.embedding.weight.mul_(50)
+        model.lm_head.weight.mul_(6)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def growth(prompt_len: int, lengths: list[int], device: str) -> list[dict]:
+    """Milliseconds and positions a token of each decoder, on untrained weights, by answer length.
+
+    Untrained weights are so unsure that each D2F decoder decides about one token a forward: the pace is
+    equal, and what is compared is the cost of a forward.
+    """
+    part, free = functools.partial, dict(sampling=d2f.Sampling(forbidden=(62,)))  # no answer ends early
+    model, causal = (untrained(c, device, prompt_len + max(lengths)) for c in (False, True))
+    core = RecurrentConfig(65, 64, 64, 64, max_len=prompt_len + max(lengths))
+    core = RecurrentDepth(core).init_weights().to(device).eval().requires_grad_(False)
+    wave, rs = recurrent_sampler.Wave(inner=2, exit="fixed"), recurrent_sampler
+    cached = part(d2f.cached_decode, model, tau_conf=0.9, **free)
+    decoders = {
+        "autoregressive, KV cache": part(d2f.autoregressive_decode, causal, **free),
+        "threshold-parallel, no cache": part(cached, cache="none"),
+        "Fast-dLLM dual cache": part(cached, cache="dual", block_length=32),
+        "D2F, k 32": part(d2f.pipelined_decode, model, block_size=32, tau_conf=0.9, **free),
+        "static, r 8": part(rs.autoregressive_decode, core, r=8),
+        "wave, r 8, r' 2, fixed exit": part(rs.wavefront_decode, core, wave=wave, r=8),
+    }
+    prompt = np.random.default_rng(0).integers(0, 60, prompt_len)
+    table = [{f"ms a token (positions a token), prompt {prompt_len}": name} for name in decoders]
+    for n in lengths:
+        for decode, line in zip(decoders.values(), table, strict=True):
+            decode(prompts=[prompt], max_new_tokens=min(16, n))  # warm-up
+            started = time.perf_counter()
+            out = decode(prompts=[prompt], max_new_tokens=n)
+            tokens = len(out.answers[0])
+            ms = (time.perf_counter() - started) * 1e3 / tokens
+            line[n] = f"{ms:.2f} ({out.positions / tokens:.1f})"
+    return table
+
+
+def crossing(table: list[dict], lengths: list[int]) -> str:
+    """From which answer length on D2F beats threshold-parallel decoding without a cache."""
+    _, parallel, _, ours, *_ = ([float(line[n].split()[0]) for n in lengths] for line in table)
+    wins = [
+        n for i, n in enumerate(lengths) if all(a < b for a, b in zip(ours[i:], parallel[i:], strict=True))
+    ]
+    return f"{wins[0]} tokens" if wins else f"no answer of up to {lengths[-1]} tokens"
+
+
+def bench_rows(lab: Lab, core) -> tuple[list[Row], list[Row]]:
+    """The decoders to bench, those of D2F and those of recurrent depth; ours last."""
+    ar, teacher, student = (lab.phase(name) for name in Lab.PHASES)
+    part, rs, k = functools.partial, recurrent_sampler, lab.r.block_size
+    larger = min(4 * k, lab.r.answer_len)
+    cached = part(d2f.cached_decode, teacher, tau_conf=0.95)
+    ours = part(d2f.pipelined_decode, student, tau_act=0.5, tau_conf=0.95)
+    quarter = max(1, lab.r.answer_len // 4)
+    wave = rs.Wave(inner=1, prefill_exit=True)
+    return [
+        Row("autoregressive, KV cache", part(d2f.autoregressive_decode, ar)),
+        Row("vanilla, a quarter of the steps", part(d2f.vanilla_decode, teacher, steps=quarter)),
+        Row("threshold-parallel, no cache", part(cached, cache="none")),
+        Row("Fast-dLLM dual cache", part(cached, cache="dual", block_length=larger)),
+        Row(f"D2F, k {k}", part(ours, block_size=k)),
+        Row(f"D2F, k {larger}", part(ours, block_size=larger)),
+    ], [
+        Row("static, r 8", part(rs.autoregressive_decode, core, r=8)),
+        Row("static, r 32", part(rs.autoregressive_decode, core, r=32)),
+        Row("adaptive", part(rs.adaptive_decode, core)),
+        Row("speculative", part(rs.speculative_decode, core)),
+        Row("wave, r' 1", part(rs.wavefront_decode, core, wave=wave)),
+    ]
+
+
+def network_claims(
+    lab: Lab, rows: list[Row], prompts, answer_len: int, methods: tuple[str, ...]
+) -> list[str]:
+    """For each row, the share of its time that passes in the network at batch 1."""
+    lines = []
+    for row in rows:
+        decode = functools.partial(row.decode, max_new_tokens=answer_len)
+        share = network_share(row.decode.args[0], decode, list(prompts), methods)
+        lines.append(claim(f"share of the time in the network, batch 1, {row.name}", share, 0.85))
+    return lines
+
+
+def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
+    """Batches, overhead and growth with length, as ratios measured in one run; written to bench.md."""
+    core, n, batches = recurrent.phase("recurrent"), 8 if quick else 200, [1, 4] if quick else [1, 4, 16, 64]
+    lengths = [32, 64] if quick else [64, 128, 256, 512, 1024]
+    lines, claims = [f"{machine(lab.device)}; {lab.r.task}; {recurrent.r.task}", ""], []
+    methods = ("hidden", "head"), ("window", "embed", "recur", "decode")
+    for here, rows, ours, inside, bound in zip(
+        (lab, recurrent), bench_rows(lab, core), (2, 1), methods, (2.5, 4), strict=True
+    ):
+        (prompts, _), A, batch = here.problems("test", n), here.r.answer_len, min(16, batches[-1])
+        table = throughput_rows(rows, prompts, A, batches, lab)
+        lines += [markdown(table), ""]
+        ratio, name = table[-1][batch] / table[-1][1], rows[-1].name
+        claims.append(claim(f"tokens/s, batch {batch} / batch 1, {name}", ratio, bound))
+        equal = equal_answers(rows[-1], prompts, A)
+        claims.append(claim(f"answers of a batch equal to single ones, of {n}, {name}", equal, n))
+        claims += network_claims(lab, rows[-ours:], prompts[:50], A, inside)
+    claims.append(llada_shape_claim(lab.device, 1 if quick else 5))
+    for prompt_len in (32, 512):
+        table = growth(prompt_len, lengths, lab.device)
+        lines += [
+            markdown(table),
+            f"D2F beats threshold-parallel decoding from {crossing(table, lengths)} on.",
+            "",
+        ]
+        first, last = (float(table[3][m].split()[0]) for m in (lengths[1], lengths[-1]))
+        claims.append(
+            claim(f"ms a token, D2F, answers of {lengths[1]} / {lengths[-1]}", first / last, 1 / 1.5)
+        )
+    text = "\n".join(lines + claims) + "\n"
+    print(f"\n{text}")
+    write_text(lab.out.parent / "bench.md", text)
+
+
+def llada_shape_claim(device: str, repeats: int) -> str:
+    """A pipelined step of a wider random model against the bare forward on the same window."""
+    size = dict(d_model=256, n_layers=8, n_heads=4, n_kv_heads=4, d_mlp=768, vocab_size=4096, n_tokens=4096)
+    model = untrained(False, device, 256, **size, shift=False)
+    decode = functools.partial(d2f.pipelined_decode, model, max_new_tokens=128, block_size=32)
+    prompt = np.random.default_rng(0).integers(0, 60, 64)
+    share = network_share(model, decode, [prompt] * repeats, ("hidden", "head"))
+    return claim("bare forward / pipelined step, random LLaDA shape of d 256, 8 layers", share, 1 / 1.25)
+
+
+def full_shape_job(device: str, compile: bool, quick: bool):
+    """Forwards a second of a random model of LLaDA-8B's shape, against what memory bandwidth allows."""
+    ids = dict(vocab_size=126464, n_tokens=126349, eos_id=126081, pad_id=126081, mask_id=126336)
+    size = dict(d_model=4096, n_layers=32, n_heads=32, n_kv_heads=32, d_mlp=12288, max_len=4096)
+    if quick:
+        size = dict(d_model=64, n_layers=2, n_heads=2, n_kv_heads=2, d_mlp=160, max_len=512)
+    elif not device.startswith("cuda"):
+        raise ValueError(f"--full-shape needs a GPU with 20 GB of memory; the device is {device}")
+    with torch.device("meta"):
+        model = Transformer(
+            TransformerConfig(**ids, **size, tied_head=False, shift=False, rope_base=500000.0)
+        )
+    model = model.to(torch.bfloat16).to_empty(device=device).eval().requires_grad_(False)
+    for p in model.parameters():
+        p.fill_(1.0) if p.dim() == 1 else p.normal_(std=p.shape[1] ** -0.5)
+    block = torch.empty(2**20 if quick else 2**30, dtype=torch.bfloat16, device=device)
+    copied = min(timed(lambda: block.clone(), device) for _ in range(5))
+    bandwidth = 2 * block.numel() * block.element_size() / copied
+    floor = bandwidth / (2 * (model.n_parameters() - model.embedding.weight.numel()))
+    decoders = {"eager": model} | ({"compiled": Static(model, torch.compile)} if compile else {})
+    prompt, A = np.random.default_rng(0).integers(0, 1000, 128), 32 if quick else 128
+    for name, net in decoders.items():
+        decode = functools.partial(d2f.pipelined_decode, net, [prompt], A, 32)
+        decode()
+        seconds = timed(decode, device)
+        forwards = decode().forwards
+        print(
+            f"{name}: {forwards / seconds:.1f} forwards/s, {100 * forwards / seconds / floor:.0f}% of the "
+            f"{floor:.1f} that {bandwidth / 1e9:.0f} GB/s allow; {machine(device)}"
+        )
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Seconds that work() takes, the device synchronised."""
+    started = time.perf_counter()
+    work()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
 # ------------------------------------------------------------------------------------------------------- main
 
 
@@ -809,6 +1015,11 @@ def parse_args(argv=None):
         "--quick", action="store_true", help="everything at toy scale in under a minute: a first look"
     )
     p.add_argument("--profile", action="store_true", help="also print the share of time outside the network")
+    p.add_argument("--bench", action="store_true", help="batches, overhead, growth with length: out/bench.md")
+    p.add_argument(
+        "--full-shape", action="store_true", help="with --bench: LLaDA-8B's shape on a GPU instead"
+    )
+    p.add_argument("--compile", action="store_true", help="with --full-shape: also by torch.compile")
     p.add_argument("--out", default="out", help="folder of checkpoints and tables")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--threads", type=int, help="CPU threads (default: measured, the faster of 1 and 2)")
@@ -849,6 +1060,12 @@ def main(argv=None):
     try:
         recipe, recurrent = recipes_of(args)
         where = (out, args.device, args.retrain, args.threads)
+        if args.bench:
+            if args.full_shape:
+                full_shape_job(args.device, args.compile, args.quick)
+            else:
+                bench_job(Lab(recipe, *where), RecurrentLab(recurrent, *where), args.quick)
+            return
         if args.only in Lab.PHASES:
             Lab(recipe, *where).phase(args.only)
         if args.only in (None, "d2f"):
