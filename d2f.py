@@ -33,9 +33,10 @@ import torch.nn.functional as F
 
 from tiny_models import (
     CharTokenizer,
-    Stream,
+    Static,
     add_checkpoint_arguments,
     addition_prompt,
+    answer_prompt,
     check_prompts,
     cut,
     describe,
@@ -45,9 +46,7 @@ from tiny_models import (
     markdown,
     open_checkpoint,
     read_config,
-    read_prompt,
     read_sum,
-    statistics_line,
 )
 
 # ----------------------------------------------------------------------------- block-causal attention (Eq. 2)
@@ -255,7 +254,7 @@ class Chooser:
 
 def to_host(token, *floats):
     """numpy arrays of 1-D tensors in one synchronisation; an id below 2**24 survives as a float32."""
-    if token.device.type == "cpu":
+    if token.is_cpu:
         return [t.numpy() for t in (token, *floats)]
     token, *floats = torch.stack((token.float(), *floats)).cpu().numpy()
     return [token.astype(np.int64), *floats]
@@ -381,7 +380,7 @@ class Book:
         least, n_keys = self.see.take(flat[:, 0]).min(), int(self.see.take(flat[:, -1]).max())
         mask = None
         if not same or least < n_keys or n_keys > stop[0] or self.config.causal and at.shape[1] > 1:
-            mask = self.mask(flat)[:, None, :, :n_keys]  # (B, 1, T, n_keys)
+            mask = self.mask(flat, n_keys)
         # what pads a short row is written to the cache's scrap position
         at = int(start[0]) if same else np.where(at < stop[:, None], at, self.tokens.shape[1])
         window = torch.from_numpy(self.tokens.take(flat)).to(self.device)
@@ -390,15 +389,15 @@ class Book:
         self.out.forwards += 1
         self.out.positions += flat.size
 
-    def mask(self, flat):
-        """bool [B, T, L], True = may attend, of positions at flat [B, T]. One row's masks are made once."""
+    def mask(self, flat, n_keys: int):
+        """bool [B, 1, T, n_keys], True = may attend, of positions at flat [B, T]. One row's are made once."""
         if len(flat) > 1:
             see = torch.from_numpy(self.see.take(flat)).to(self.device)
-            return torch.arange(self.see.shape[1], device=self.device) < see[:, :, None]
+            return (torch.arange(n_keys, device=self.device) < see[:, :, None])[:, None]
         if self.masks is None:
             see_key = np.arange(self.see.shape[1]) < self.see[:, :, None]
-            self.masks = torch.from_numpy(see_key).to(self.device)
-        return self.masks[:, flat[0, 0] : flat[0, -1] + 1]
+            self.masks = torch.from_numpy(see_key[None]).to(self.device)
+        return self.masks[:, :, flat[0, 0] : flat[0, -1] + 1, :n_keys]
 
     def predict(self, wanted):
         """Predictions where wanted: bool [B, ...], whose flat index counts from the prompt's end.
@@ -406,33 +405,33 @@ class Book:
         Returns token, probability, confidence in the same shape; where nothing is wanted the probability is 0
         and the confidence -inf.
         """
-        rows, i = wanted.reshape(len(wanted), -1).nonzero()
+        where = wanted.ravel().nonzero()[0]
         # token P + i is predicted by the output of position P + i - shift, counted from the window's start
         output = self.prompt_len - self.start - self.config.shift
-        values = self.read(output[rows] + rows * self.hidden.shape[1] + i, rows)
-        out = np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape), np.full(wanted.shape, -np.inf)
-        for dense, some in zip(out, values, strict=True):
-            dense[wanted] = some
+        output += np.arange(len(output)) * self.hidden.shape[1]
+        at = (output[:, None] + np.arange(self.width)).take(where)
+        out = np.empty(wanted.shape, np.int64), np.zeros(wanted.shape), np.full(wanted.shape, -np.inf)
+        for dense, values in zip(out, self.read(at, where), strict=True):
+            dense.put(where, values)
         return out
 
-    def read(self, flat, rows):
-        """What `Chooser` makes of the outputs at flat (int [M], of rows [M]), so many at a time that fit."""
+    def read(self, at, where):
+        """What `Chooser` makes of the outputs at (int [M]) for places where [M], so many at a time as fit."""
         most = max(1, LOGITS // self.config.vocab_size)
-        if len(flat) > most:
-            parts = [self.read(flat[i : i + most], rows[i : i + most]) for i in range(0, len(flat), most)]
+        if len(at) > most:
+            parts = [self.read(at[i : i + most], where[i : i + most]) for i in range(0, len(at), most)]
             return map(np.concatenate, zip(*parts, strict=True))
-        at = torch.from_numpy(flat).to(self.device)
-        logits = self.model.head(self.hidden.flatten(0, 1).index_select(0, at))  # (M, V)
-        return self.choose(logits, self.rows[rows])
+        hidden = self.hidden.flatten(0, 1).index_select(0, torch.from_numpy(at).to(self.device))
+        return self.choose(self.model.head(hidden), self.rows[where // self.width])  # of logits (M, V)
 
     def commit(self, chosen, token, n_final=None, full=None, n_open=None):
         """Write token where chosen, both [B, ...] as in `predict`. The cache commits by moving a number."""
-        rows, i = chosen.reshape(len(chosen), -1).nonzero()
-        values = token[chosen]
-        self.tokens[rows, self.prompt_len[rows] + i] = values
+        where = chosen.ravel().nonzero()[0]
+        self.tokens.put(self.answer_at.take(where), token.take(where))
         before, self.n_cached = self.n_cached, self.n_cached if n_final is None else n_final
         if self.watch:
-            commits = np.stack((rows, self.prompt_len[rows] + i, values), 1)
+            rows, i = np.divmod(where, self.width)
+            commits = np.stack((rows, self.prompt_len[rows] + i, token.take(where)), 1)
             live = self.rows, self.tokens, self.prompt_len, self.start, self.stop
             self.watch(Step(*live, before, self.n_cached, commits, full, n_open))
 
@@ -797,6 +796,9 @@ def parse_args(argv=None):
     p.add_argument("--steps", type=int, help="for --method vanilla (default: one a token)")
     p.add_argument("--trace", action="store_true", help="numbers instead of the picture, one line a forward")
     p.add_argument("--preset", choices=sorted({name for _, name in PRESETS}), help="settings of Table 8")
+    p.add_argument(
+        "--compile", action="store_true", help="torch.compile the layers, windows padded to few sizes"
+    )
     p.add_argument("--lora", help="PEFT folder to merge into the checkpoint")
     p.add_argument("--any-base", action="store_true", help="merge it although it names another base")
     add_checkpoint_arguments(p, METHODS)
@@ -842,6 +844,7 @@ def run_checkpoint(args):
     """Answer --prompt, or the problems of --eval, with a full checkpoint."""
     model, tokenizer = open_checkpoint(args, lora=args.lora, any_base=args.any_base)
     settle_options(args, model.config.shift)
+    model = Static(model, torch.compile) if args.compile else model
     names = (
         "checkpoint",
         "lora",
@@ -863,18 +866,13 @@ def run_checkpoint(args):
     if args.eval:
         print(evaluate(args, tokenizer, answer, settings))
         return
-    stream = Stream(tokenizer)
 
     def final(step):
         row = step.tokens[0, step.prompt_len[0] :][: args.max_new_tokens]
-        stream.show(row[: first(row == model.config.mask_id)])
+        return row[: first(row == model.config.mask_id)]
 
-    ids, show = read_prompt(args, tokenizer), watcher(args, tokenizer, model.config)
-    started = time.perf_counter()
-    tokens, cost = answer(ids, show if args.watch or args.trace else final)
-    seconds = time.perf_counter() - started
-    stream.show(tokens, last=True)
-    print(statistics_line(len(tokens), cost, seconds, args.device), file=sys.stderr)
+    show = watcher(args, tokenizer, model.config) if args.watch or args.trace else None
+    answer_prompt(args, tokenizer, answer, final, show)
 
 
 def main(argv=None):

@@ -40,8 +40,8 @@ import torch.nn.functional as F
 
 from tiny_models import (
     CharTokenizer,
-    Stream,
     add_checkpoint_arguments,
+    answer_prompt,
     check_prompts,
     cut,
     describe,
@@ -51,8 +51,6 @@ from tiny_models import (
     markdown,
     open_checkpoint,
     read_config,
-    read_prompt,
-    statistics_line,
 )
 
 # ---------------------------------------------------------------------- training (arXiv 2502.05171, Sec. 3.3)
@@ -756,17 +754,11 @@ def run_checkpoint(args):
     if args.eval:
         print(evaluate(args, tokenizer, answer, {name: getattr(args, name) for name in names}))
         return
-    stream = Stream(tokenizer)
 
     def final(step):
-        stream.show(step.tokens[0, step.prompt_len[0] : step.n_frozen[0]])
+        return step.tokens[0, step.prompt_len[0] : step.n_frozen[0]]
 
-    ids = read_prompt(args, tokenizer)
-    started = time.perf_counter()
-    tokens, cost = answer(ids, watcher(args, tokenizer) if args.watch else final)
-    seconds = time.perf_counter() - started
-    stream.show(tokens, last=True)
-    print(statistics_line(len(tokens), cost, seconds, args.device), file=sys.stderr)
+    answer_prompt(args, tokenizer, answer, final, watcher(args, tokenizer) if args.watch else None)
 
 
 def main(argv=None):

@@ -1048,6 +1048,32 @@ D2F, pipelined, k 4
 D2F, pipelined, larger blocks""".splitlines()
 
 
+@section("tasks")
+def test_training_in_bfloat16_learns():
+    """What a GPU does: every loss under autocast is finite and falls, and weights stay in float32."""
+    r = train_tiny.Recipe(train_tiny.Addition(2), 4, shots=1, batch=8)
+    with tempfile.TemporaryDirectory() as d:
+        lab = train_tiny.Lab(r, d, "cpu", threads=1)
+        teacher, seen = lab.fresh(causal=False), {}
+        losses = {
+            "autoregressive": (lab.fresh(causal=True), train_tiny.autoregressive_loss),
+            "teacher": (lab.fresh(causal=False), train_tiny.teacher_loss),
+            "student": (lab.fresh(causal=False), lambda m, x, P: d2f.d2f_loss(m, teacher, x, P, 4)),
+        }
+        for name, (model, loss) in losses.items():
+            values = seen[name] = []
+
+            def noted(*batch, model=model, loss=loss, values=values):
+                values.append(loss(model, *batch))
+                return values[-1]
+
+            data = lab.data(np.random.default_rng(0))
+            train_tiny.fit(model, noted, data, 30, 3e-3, name, lambda: 0.0, low=True)
+            assert all(p.dtype == torch.float32 for p in model.parameters())
+            early, late = (torch.stack(v).mean().item() for v in (values[:5], values[-5:]))
+            assert np.isfinite(late) and late < early, (name, early, late)
+
+
 @section("cli")
 def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
     """`train_tiny.py --quick` end to end: every row of both papers, the written tables, reuse; then the demos

@@ -1310,6 +1310,19 @@ def statistics_line(n: int, cost: dict[str, int], seconds: float, device: str) -
     )
 
 
+def answer_prompt(args, tokenizer, answer, final, show=None):
+    """Answer --prompt: print the text as it becomes final, then what it cost.
+
+    answer(ids, watch) -> answer ids and {kind of call: number}; final(step) -> the ids that are final after a
+    step; show: a `watch` to use instead of streaming.
+    """
+    stream, ids, started = Stream(tokenizer), read_prompt(args, tokenizer), time.perf_counter()
+    tokens, cost = answer(ids, show or (lambda step: stream.show(final(step))))
+    seconds = time.perf_counter() - started
+    stream.show(tokens, last=True)
+    print(statistics_line(len(tokens), cost, seconds, args.device), file=sys.stderr)
+
+
 def read_jsonl(path) -> tuple[list[dict], list[str]]:
     """The objects of a JSON-lines file, and a sentence for each line that is none."""
     rows, broken = [], []
