@@ -799,7 +799,7 @@ def parse_args(argv=None):
     p.add_argument(
         "--compile", action="store_true", help="torch.compile the layers, windows padded to few sizes"
     )
-    p.add_argument("--lora", help="PEFT folder to merge into the checkpoint")
+    p.add_argument("--lora", help="PEFT folder, or its name on the hub, to merge")
     p.add_argument("--any-base", action="store_true", help="merge it although it names another base")
     add_checkpoint_arguments(p, METHODS)
     return p.parse_args(argv)
@@ -842,22 +842,12 @@ def add_numbers(args):
 
 def run_checkpoint(args):
     """Answer --prompt, or the problems of --eval, with a full checkpoint."""
-    model, tokenizer = open_checkpoint(args, lora=args.lora, any_base=args.any_base)
+    lora = args.lora and find_checkpoint(args.lora)
+    model, tokenizer = open_checkpoint(args, lora=lora, any_base=args.any_base)
     settle_options(args, model.config.shift)
     model = Static(model, torch.compile) if args.compile else model
-    names = (
-        "checkpoint",
-        "lora",
-        "method",
-        "chat",
-        *DEFAULTS,
-        "temperature",
-        "top_p",
-        "seed",
-        "cache",
-        "steps",
-    )
-    settings = {name: getattr(args, name) for name in (*names, "few_shot", "shots")}
+    names = "checkpoint lora method chat temperature top_p seed cache steps few_shot shots".split()
+    settings = {name: getattr(args, name) for name in [*names, *DEFAULTS]}
 
     def answer(ids, watch=None):
         out = decode(args, model, ids, watch)

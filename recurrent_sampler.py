@@ -744,8 +744,8 @@ def run_checkpoint(args):
     """Answer --prompt, or the problems of --eval, with a full checkpoint."""
     model, tokenizer = open_checkpoint(args)
     args.max_new_tokens, args.inner = args.max_new_tokens or 256, args.inner or 4
-    names = ("checkpoint", "method", "chat", "max_new_tokens", "temperature", "top_p", "seed", "r", "inner")
-    names += ("eps", "eta", "beta", "max_wave", "prefill_exit", "few_shot", "shots")
+    names = "checkpoint method chat max_new_tokens temperature top_p seed few_shot shots".split()
+    names += "r inner eps eta beta max_wave prefill_exit".split()
 
     def answer(ids, watch=None):
         out = decode(args, model, ids, watch)

@@ -2417,6 +2417,14 @@ def test_adapters_that_do_not_fit_are_refused():
         refused("has shapes", lambda t: t.update({name: t[name][:, :5].clone()}))
         refused("unexpected tensors: .*lora_A.bias", lambda t: t.update({name[:-6] + "bias": t[name]}))
         raises("has no adapter_config.json", load_checkpoint, base, lora=d)
+        j = json.loads((source / "adapter_config.json").read_text())
+        shutil.rmtree(lora)
+        shutil.copytree(source, lora)
+        j["base_model_name_or_path"] = "GSAI-ML/LLaDA-8B-Instruct"
+        (lora / "adapter_config.json").write_text(json.dumps(j))
+        cached = Path(d) / "models--GSAI-ML--LLaDA-8B-Instruct" / "snapshots" / "0123abcd"
+        shutil.copytree(base, cached)
+        load_checkpoint(cached, lora=lora)  # a folder of the hub's cache has the name of its checkpoint
 
 
 @section("tokenizer")

@@ -678,6 +678,13 @@ def read_tensors(folder) -> dict[str, torch.Tensor]:
     return {name: stored.rows() for name, stored in stored_tensors(folder).items()}
 
 
+def checkpoint_name(folder) -> str:
+    """The name of a folder; in the hub's cache (models--owner--name/snapshots/hash), the name there."""
+    parts = Path(folder).resolve().parts
+    hub = [part.split("--")[-1] for part in parts if part.startswith("models--")]
+    return hub[-1] if hub else parts[-1]
+
+
 def special_id(folder, j: dict, kind: str) -> int | None:
     """Token id of a kind (eos, pad, mask) as the checkpoint's files say it, the first of several, or None."""
     for source in (j, read_json(Path(folder) / "generation_config.json", {})):
@@ -955,7 +962,7 @@ def read_lora(lora, folder, tensors: dict[str, Stored], any_base: bool) -> dict:
 
 def check_base(lora, base: str | None, folder, any_base: bool):
     """An adapter on another base loses many points without a word, so the names must agree."""
-    own = [Path(folder).resolve().name, read_config(folder).get("_name_or_path") or ""]
+    own = [checkpoint_name(folder), read_config(folder).get("_name_or_path") or ""]
     if not any_base and base and Path(base).name.lower() not in [Path(name).name.lower() for name in own]:
         raise ValueError(
             f"{lora} is an adapter for {base}, but the checkpoint is {own[0]}; --any-base uses it anyway"
@@ -1060,6 +1067,10 @@ def optional(package: str, module: str | None = None):
         raise ValueError(f"this needs the package {package}: pip install {package}") from None
 
 
+def raise_error(message: str):
+    raise ValueError(message)
+
+
 class Tokenizer:
     """The tokenizer of a public checkpoint, by the optional package tokenizers.
 
@@ -1081,7 +1092,8 @@ class Tokenizer:
         self.n_tokens = max(ids.values()) + 1
         self.turn_end = next((ids[text] for text in TURN_END if text in ids), None)
         self.stop_ids = {eos_id} | ({self.turn_end} - {None})
-        self.instruct = bool(re.search("instruct|chat|llada-1.5", f"{folder.resolve().name} {name}".lower()))
+        names = f"{checkpoint_name(folder)} {name}".lower()
+        self.instruct = bool(re.search("instruct|chat|llada-1.5", names))
 
     def encode(self, text: str) -> np.ndarray:
         """int64 [n]; special tokens that are written out in the text are recognised, none is added."""
@@ -1100,6 +1112,7 @@ class Tokenizer:
         names = {key: x["content"] if isinstance(x, dict) else x or "" for key, x in names.items()}
         jinja = optional("jinja2", "jinja2.sandbox")
         sandbox = jinja.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        sandbox.globals["raise_exception"] = raise_error
         messages = [{"role": "user", "content": text}]
         return sandbox.from_string(template).render(messages=messages, add_generation_prompt=True, **names)
 
@@ -1174,7 +1187,7 @@ def describe(folder, bandwidth: float = 2000.0, dtype=torch.bfloat16) -> dict:
     slots = c.n_prelude + c.n_core + c.n_coda if recurrent else c.n_layers
     heads = c.n_heads if recurrent else c.n_kv_heads
     return {
-        "checkpoint": Path(folder).resolve().name,
+        "checkpoint": checkpoint_name(folder),
         "parameters": f"{total / 1e9:.2f}e9",
         "weights, GB": f"{total * size / 1e9:.1f}",
         "KV cache per 1,000 tokens, MB": f"{2000 * slots * heads * c.head_dim * size / 1e6:.0f}",
