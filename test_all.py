@@ -1103,6 +1103,18 @@ def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
         wrong = run("d2f.py", 1234, 9, "--out", models)
         assert wrong.returncode == 1 and "trained on numbers of 0 to 3 digits" in wrong.stderr
         check_recurrent_half(d, first.stdout)
+        bench = run("train_tiny.py", "--quick", "--bench", "--out", d, "--threads", 1)
+        text = (Path(d) / "quick" / "bench.md").read_text()
+        assert bench.returncode == 0 and text in bench.stdout, bench.stderr[-2000:]
+        for line in (
+            "answers of a batch equal to single ones, of 8, D2F, k 16: 8.00",
+            "answers of a batch equal to single ones, of 8, wave, r' 1: 8.00",
+            "D2F beats threshold-parallel decoding from",
+            "bare forward / pipelined step",
+        ):
+            assert line in text, line
+        shape = run("train_tiny.py", "--quick", "--bench", "--full-shape", "--device", "cpu")
+        assert re.search(r"eager: \d+\.\d forwards/s, \d+% of the", shape.stdout), shape.stderr[-2000:]
 
 
 def check_recurrent_half(d: str, printed: str):
@@ -2454,6 +2466,8 @@ def test_chat_formats():
         settings = {"chat_template": template, "bos_token": {"content": "<s>"}}
         (Path(d) / "huginn-0125" / "tokenizer_config.json").write_text(json.dumps(settings))
         assert tiny_models.load_tokenizer(Path(d) / "huginn-0125").chat("Hi") == "<s>[user] Hi [me]"
+        (Path(d) / "huginn-0125" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+        assert tiny_models.load_tokenizer(Path(d) / "huginn-0125").chat("Hi") == "Hi!"
 
 
 @section("tokenizer")
@@ -2469,6 +2483,16 @@ def test_tokenizers_of_checkpoints():
         assert t.stop_ids == {256, 258} and t.turn_end == 258 and t.n_tokens == 262
         small = public_checkpoint(Path(d) / "b", "LLaDA-8B-Instruct", vocab_size=260, embedding_size=260)
         raises("the tokenizer has 262 ids, the model only 260", tiny_models.load_tokenizer, small)
+        j = json.loads((folder / "tokenizer.json").read_text())
+        first = [
+            {"SpecialToken": {"id": "<|startoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        ids = {"<|startoftext|>": {"id": "<|startoftext|>", "ids": [261], "tokens": ["<|startoftext|>"]}}
+        rule = {"type": "TemplateProcessing", "single": first, "pair": first, "special_tokens": ids}
+        (folder / "tokenizer.json").write_text(json.dumps(j | {"post_processor": rule}))
+        t = tiny_models.load_tokenizer(folder)
+        assert t.encode("a").tolist() == t.encode("<|startoftext|>a").tolist() == [261, 97]
         (folder / "tokenizer.json").unlink()
         raises("has no tokenizer.json", tiny_models.load_tokenizer, folder)
 

@@ -725,6 +725,7 @@ def llada_layout(folder, j: dict):
     refuse(j, alibi=False, rope=True, block_type="llama", activation_type="silu", layer_norm_type="rms")
     refuse(j, attention_layer_norm=False, include_bias=False, bias_for_layer_norm=False, block_group_size=1)
     refuse(j, input_emb_norm=False, scale_logits=False, layer_norm_with_affine=True, rope_scaling=None)
+    refuse(j, clip_qkv=None)
     config = TransformerConfig(
         **special_ids(folder, j, masked=True),
         vocab_size=j.get("embedding_size") or j["vocab_size"],
@@ -1081,6 +1082,8 @@ class Tokenizer:
     def __init__(self, folder, family: str, eos_id: int, name: str = ""):
         folder = Path(folder)
         self.settings = read_json(folder / "tokenizer_config.json", {})
+        if (folder / "chat_template.jinja").exists():
+            self.settings["chat_template"] = (folder / "chat_template.jinja").read_text()
         if (folder / "tokenizer.json").exists():
             self.tokenizer = optional("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
         elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
@@ -1096,8 +1099,13 @@ class Tokenizer:
         self.instruct = bool(re.search("instruct|chat|llada-1.5", names))
 
     def encode(self, text: str) -> np.ndarray:
-        """int64 [n]; special tokens that are written out in the text are recognised, none is added."""
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        """int64 [n]. Special tokens written out in the text are recognised; the checkpoint's rule may put a
+        first token before the text, unless it begins with that one.
+        """
+        ids = np.array(self.tokenizer.encode(text).ids, np.int64)
+        plain = self.tokenizer.encode(text, add_special_tokens=False).ids
+        doubled = len(ids) == len(plain) + 1 and len(plain) > 0 and ids[0] == plain[0]
+        return ids[1:] if doubled else ids
 
     def decode(self, ids) -> str:
         """Text of token ids, special tokens left out."""
@@ -1162,7 +1170,9 @@ def find_checkpoint(name: str) -> Path:
         raise FileNotFoundError(f"no checkpoint in {name}: neither a folder nor a name like owner/model")
     hub = optional("huggingface_hub")
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+        return Path(
+            hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+        )
     except Exception as e:
         reason = str(e).strip().splitlines()[0]
         raise ValueError(f"{name} is not a folder, and downloading it failed: {reason}") from None

@@ -62,7 +62,10 @@ def register():
 
         def generate_until(self, requests, disable_tqdm=False) -> list[str]:
             """The text of each request's answer, up to the first of its stop strings."""
-            return [self.answer(*request.args) for request in requests]
+            answers = [self.answer(*request.args) for request in requests]
+            speed = self.written / max(self.seconds, 1e-9)
+            print(f"{self.answers} answers, {self.written} tokens, {speed:.1f} tokens/s", file=sys.stderr)
+            return answers
 
         def answer(self, context: str, settings: dict) -> str:
             self.args.max_new_tokens = min(self.longest, settings.get("max_gen_toks", self.longest))
@@ -85,10 +88,6 @@ def register():
             )
 
         loglikelihood_rolling = loglikelihood
-
-        def report(self) -> str:
-            speed = self.written / max(self.seconds, 1e-9)
-            return f"{self.answers} answers, {self.written} tokens, {speed:.1f} tokens/s"
 
     models = {}
     for name, module in (("d2f", d2f), ("wavefront", recurrent_sampler)):
