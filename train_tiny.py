@@ -70,13 +70,9 @@ class Addition:
     name = "addition"
 
     def problems(self, rng, n: int, training: bool) -> np.ndarray:
-        """Digits of a and b, int64 [n, 2 * digits].
-
-        Of the training problems one in four has long carries, and one in eight shorter numbers.
-        """
+        """Digits of a and b, int64 [n, 2 * digits]. One training problem in eight has shorter numbers."""
         a, b = rng.integers(0, 10, (2, n, self.digits))
-        carry = np.where(training & (rng.random((n, 1)) < 1 / 4), max(self.carry, 0.6), self.carry)
-        b = np.where(rng.random((n, self.digits)) < carry, 9 - a, b)
+        b = np.where(rng.random((n, self.digits)) < self.carry, 9 - a, b)
         length = np.where(
             training & (rng.random(n) < 1 / 8), rng.integers(1, self.digits + 1, n), self.digits
         )
@@ -181,14 +177,14 @@ def sample(task, tokenizer, rng, n: int, split: str, answer_len: int, shots: int
     return prompts, np.concatenate((answers, fill), 1)
 
 
-def batches(task, tokenizer, rng, batch: int, answer_len: int, device, shots: int = 0):
+def batches(task, tokenizer, rng, batch: int, answer_len: int, device, shots: int = 0, steps: int = 0):
     """Endless training batches: tokens int64 [B, P + answer_len], prompt lengths int64 [B].
 
-    One batch in two has examples in its prompts, 1 to `shots` of them, and as many fewer rows as it is
-    longer.
+    In the second half of `steps` every other batch has examples in its prompts, 1 to `shots` of them, and as
+    many fewer rows as it is longer: first the task, then what not to look at.
     """
-    while True:
-        s = int(rng.integers(1, shots + 1)) if shots and rng.random() < 0.5 else 0
+    for step in itertools.count():
+        s = int(rng.integers(1, shots + 1)) if shots and 2 * step >= steps and step % 2 else 0
         prompts, answers = sample(task, tokenizer, rng, batch // (1 + s), "train", answer_len, s)
         tokens = torch.from_numpy(np.concatenate((prompts, answers), 1)).to(device, non_blocking=True)
         yield tokens, torch.full((len(tokens),), prompts.shape[1], device=device)
@@ -256,7 +252,7 @@ class Recipe:
 
     task: Addition | Ledger
     block_size: int = 8
-    steps: tuple[int, ...] = (1500, 2000, 1500)  # autoregressive, teacher, student
+    steps: tuple[int, ...] = (900, 1500, 1800)  # autoregressive, teacher, student
     lr: tuple[float, ...] = (3e-3, 2e-3, 1e-3)
     batch: int = 16
     d_model: int = 64
@@ -327,20 +323,23 @@ class Lab:
         """Train phase `number` with its own stream of problems; decode(prompts, A) is what its bar's accuracy
         tests.
         """
-        r, data = self.r, self.data(np.random.default_rng((self.r.seed, number)))
+        r, data = self.r, self.data(number)
         prompts, answers = self.problems("validation", 32)
 
         def probe():
             return exact(decode(list(prompts), r.answer_len).answers, answers, self.tokenizer).mean()
 
         if self.threads is None and self.device == "cpu":
-            batch = next(Lab.data(self, np.random.default_rng(0)))
+            batch = next(Lab.data(self, number))
             fastest_threads(lambda: loss_of(*batch).backward())
         return fit(model, loss_of, data, r.steps[number], r.lr[number], self.PHASES[number], probe)
 
-    def data(self, rng):
-        r = self.r
-        return batches(r.task, self.tokenizer, rng, r.batch, r.answer_len, self.device, r.shots)
+    def data(self, number: int):
+        """The batches of a phase, from its own stream of problems."""
+        r, rng = self.r, np.random.default_rng((self.r.seed, number))
+        return batches(
+            r.task, self.tokenizer, rng, r.batch, r.answer_len, self.device, r.shots, r.steps[number]
+        )
 
     def problems(self, split: str, n: int, shots: int = 0):
         rng = np.random.default_rng((self.r.seed, 100 + SPLITS.index(split)))
@@ -700,12 +699,12 @@ class RecurrentLab(Lab):
         super().__init__(recipe, *rest)
         self.tokenizer = CharTokenizer(recipe.task.alphabet)
 
-    def data(self, rng):
+    def data(self, number: int):
         """Programs that grow to their full length in the first half of training: short ones teach faster.
 
         In the second half one batch in four is still shorter, so that both are kept.
         """
-        r = self.r
+        r, rng = self.r, np.random.default_rng((self.r.seed, number))
         for step in itertools.count():
             longest = min(r.task.digits, r.shortest + 2 * step * (r.task.digits - r.shortest) // r.steps[0])
             short = 2 * step > r.steps[0] and rng.random() < 0.25
