@@ -34,16 +34,16 @@ import torch.nn.functional as F
 from tiny_models import (
     CharTokenizer,
     Static,
+    Transformer,
     add_checkpoint_arguments,
     addition_prompt,
     answer_prompt,
     check_prompts,
+    command_line,
     cut,
-    describe,
     evaluate,
-    find_checkpoint,
+    fill_in,
     load_checkpoint,
-    markdown,
     open_checkpoint,
     read_config,
     read_sum,
@@ -721,9 +721,10 @@ BRACKETS = {"cached": "  ", "full": "[]", "semi": "()", "decoded": "  "}
 
 
 def spell(ids, tokenizer, config) -> str:
-    """Text of token ids, masks as dots, the end of a sequence as a dollar."""
+    """One line of text of token ids, masks as dots, the end of a sequence as a dollar."""
     special = {-1: "", config.mask_id: "\u00b7", config.eos_id: "$"}  # -1: behind the answer
-    return "".join(special[i] if i in special else tokenizer.decode([i]) for i in map(int, ids))
+    text = "".join(special[i] if i in special else tokenizer.decode([i]) for i in map(int, ids))
+    return text.replace("\n", "\u21b5")
 
 
 def draw(step: Step, tokenizer, config, k: int, colour: bool) -> str:
@@ -757,9 +758,7 @@ DEFAULTS = dict(max_new_tokens=256, block_size=32, tau_add=0.1, tau_act=0.95, ta
 def settle_options(args, shift: bool, **defaults):
     """What the command line leaves open comes from the preset, then from the defaults."""
     preset = PRESETS[("Dream" if shift else "LLaDA", args.preset)] if args.preset else {}
-    for name, value in (DEFAULTS | defaults | preset).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    fill_in(args, **(DEFAULTS | defaults | preset))
 
 
 def decode(args, model, prompts, watch=None) -> Decoded:
@@ -842,11 +841,10 @@ def add_numbers(args):
 
 def run_checkpoint(args):
     """Answer --prompt, or the problems of --eval, with a full checkpoint."""
-    lora = args.lora and find_checkpoint(args.lora)
-    model, tokenizer = open_checkpoint(args, lora=lora, any_base=args.any_base)
+    model, tokenizer = open_checkpoint(args, Transformer, lora=args.lora, any_base=args.any_base)
     settle_options(args, model.config.shift)
     model = Static(model, torch.compile) if args.compile else model
-    names = "checkpoint lora method chat temperature top_p seed cache steps few_shot shots".split()
+    names = "checkpoint lora dtype method chat temperature top_p seed cache steps few_shot shots".split()
     settings = {name: getattr(args, name) for name in [*names, *DEFAULTS]}
 
     def answer(ids, watch=None):
@@ -854,7 +852,7 @@ def run_checkpoint(args):
         return out.answers[0], {"forwards": out.forwards}
 
     if args.eval:
-        print(evaluate(args, tokenizer, answer, settings))
+        print(evaluate(args, model.config, tokenizer, answer, settings))
         return
 
     def final(step):
@@ -867,19 +865,8 @@ def run_checkpoint(args):
 
 def main(argv=None):
     args = parse_args(argv)
-    try:
-        if args.dry_run:
-            print(markdown([describe(find_checkpoint(x), args.bandwidth) for x in args.dry_run]))
-        elif args.checkpoint and (args.prompt is not None or args.eval):
-            run_checkpoint(args)
-        elif len(args.numbers) == 2 and not args.checkpoint:
-            add_numbers(args)
-        else:
-            raise ValueError("give two numbers to add, or --checkpoint with --prompt or --eval (-h for help)")
-    except FileNotFoundError as e:
-        sys.exit(f"{e}" if args.checkpoint or args.dry_run else f"{e}; make it with: python train_tiny.py")
-    except ValueError as e:
-        sys.exit(str(e))
+    tiny = add_numbers if len(args.numbers) == 2 else None
+    command_line(args, run_checkpoint, tiny, "two numbers to add", "python train_tiny.py")
 
 
 if __name__ == "__main__":

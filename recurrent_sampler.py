@@ -40,15 +40,15 @@ import torch.nn.functional as F
 
 from tiny_models import (
     CharTokenizer,
+    RecurrentDepth,
     add_checkpoint_arguments,
     answer_prompt,
     check_prompts,
+    command_line,
     cut,
-    describe,
     evaluate,
-    find_checkpoint,
+    fill_in,
     load_checkpoint,
-    markdown,
     open_checkpoint,
     read_config,
 )
@@ -644,7 +644,9 @@ def draw_wave(step: Step, eps: float, tokenizer, colour: bool) -> str:
     head, n, n_open = int(step.start[0]), int(step.n_frozen[0]), int(step.n_open[0])
     cuts = (n, n_open) - step.prompt_len[0]
     parts = np.split(step.tokens[0, step.prompt_len[0] : n_open + 1], cuts)
-    frozen, refining, newest = ([tokenizer.decode([t]) or "$" for t in part] for part in parts)
+    frozen, refining, newest = (
+        [tokenizer.decode([t]).replace("\n", "\u21b5") or "$" for t in part] for part in parts
+    )
     if not colour:
         return f"{''.join(frozen)}|{''.join(refining)}>{''.join(newest)}"
     delta = step.distance[0][n - head :]
@@ -674,9 +676,17 @@ def program_prompt(program: str, longest: int, tokenizer) -> np.ndarray:
 METHODS = ("wavefront", "ar", "adaptive", "speculative")
 
 
+def settle_options(args):
+    """What the command line leaves open."""
+    fill_in(args, max_new_tokens=256, inner=4)
+
+
 def decode(args, model, prompts, watch=None) -> Decoded:
     """Call the sampler that --method names, with the settings of the command line."""
-    A, sampling = args.max_new_tokens, Sampling(args.temperature, args.top_p or 1.0, seed=args.seed)
+    A, sampling = (
+        args.max_new_tokens,
+        Sampling(args.temperature, 1.0 if args.top_p is None else args.top_p, seed=args.seed),
+    )
     if args.method == "ar":
         return autoregressive_decode(model, prompts, A, args.r, sampling=sampling, watch=watch)
     if args.method == "adaptive":
@@ -692,20 +702,21 @@ def parse_args(argv=None):
     p = argparse.ArgumentParser(
         description="Run a program on the tiny recurrent-depth model's counter and watch the wave move "
         "(train it first: python train_tiny.py), or answer a prompt with a full Huginn checkpoint.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument(
         "program", nargs="?", help="0 to 5 set the counter, + adds 1, - takes 1, ~ turns it: 3++-~1++"
     )
-    p.add_argument("--model", default="out/counter-32/recurrent", help="folder of the tiny model")
     p.add_argument(
-        "--r", type=int, default=32, help="recurrences of the prompt, and of a token with --method ar"
+        "--model", default="out/counter-32/recurrent", help="folder of the tiny model (%(default)s)"
     )
-    p.add_argument("--inner", type=int, help="recurrences of a step, r' (default: 4, the tiny model 1)")
-    p.add_argument("--eps", type=float, default=0.03, help="a state that moves less than this has settled")
-    p.add_argument("--eta", type=float, default=0.1, help="momentum of the embedded input")
-    p.add_argument("--beta", type=float, default=0.0, help="noise mixed into the states")
-    p.add_argument("--max-wave", type=int, default=128, help="largest wavefront, W")
+    p.add_argument(
+        "--r", type=int, default=32, help="recurrences of the prompt, and of a token with --method ar (32)"
+    )
+    p.add_argument("--inner", type=int, help="recurrences of a step, r' (4, the tiny model 1)")
+    p.add_argument("--eps", type=float, default=0.03, help="a state that moves less has settled (0.03)")
+    p.add_argument("--eta", type=float, default=0.1, help="momentum of the embedded input (0.1)")
+    p.add_argument("--beta", type=float, default=0.0, help="noise mixed into the states (0)")
+    p.add_argument("--max-wave", type=int, default=128, help="largest wavefront, W (128)")
     p.add_argument(
         "--prefill-exit", action="store_true", help="the prompt's recurrences end once it has settled"
     )
@@ -728,7 +739,7 @@ def run_counter(args):
     """The demo: the tiny model runs a program, step by step; then the time of this and of autoregression."""
     config, model = read_config(args.model), load_checkpoint(args.model)
     tokenizer, args.max_new_tokens = CharTokenizer(config["alphabet"]), len(args.program) + 1
-    args.inner = args.inner or 1
+    fill_in(args, inner=1)
     prompt = program_prompt(args.program, config["digits"], tokenizer)
     print(f"{tokenizer.decode(prompt)}  ({model.n_parameters():,} parameters)")
     answer = tokenizer.decode(decode(args, model, prompt, watcher(args, tokenizer)).answers[0])
@@ -742,9 +753,9 @@ def run_counter(args):
 
 def run_checkpoint(args):
     """Answer --prompt, or the problems of --eval, with a full checkpoint."""
-    model, tokenizer = open_checkpoint(args)
-    args.max_new_tokens, args.inner = args.max_new_tokens or 256, args.inner or 4
-    names = "checkpoint method chat max_new_tokens temperature top_p seed few_shot shots".split()
+    model, tokenizer = open_checkpoint(args, RecurrentDepth)
+    settle_options(args)
+    names = "checkpoint dtype method chat max_new_tokens temperature top_p seed few_shot shots".split()
     names += "r inner eps eta beta max_wave prefill_exit".split()
 
     def answer(ids, watch=None):
@@ -752,7 +763,7 @@ def run_checkpoint(args):
         return out.answers[0], {"forwards": out.steps, "core passes": out.core_passes}
 
     if args.eval:
-        print(evaluate(args, tokenizer, answer, {name: getattr(args, name) for name in names}))
+        print(evaluate(args, model.config, tokenizer, answer, {name: getattr(args, name) for name in names}))
         return
 
     def final(step):
@@ -763,20 +774,8 @@ def run_checkpoint(args):
 
 def main(argv=None):
     args = parse_args(argv)
-    try:
-        if args.dry_run:
-            print(markdown([describe(find_checkpoint(x), args.bandwidth) for x in args.dry_run]))
-        elif args.checkpoint and (args.prompt is not None or args.eval):
-            run_checkpoint(args)
-        elif args.program and not args.checkpoint:
-            run_counter(args)
-        else:
-            raise ValueError("give a program to run, or --checkpoint with --prompt or --eval (-h for help)")
-    except FileNotFoundError as e:
-        tiny = not (args.checkpoint or args.dry_run)
-        sys.exit(f"{e}; make it with: python train_tiny.py --only recurrent" if tiny else str(e))
-    except ValueError as e:
-        sys.exit(str(e))
+    tiny = run_counter if args.program else None
+    command_line(args, run_checkpoint, tiny, "a program to run", "python train_tiny.py --only recurrent")
 
 
 if __name__ == "__main__":

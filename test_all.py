@@ -2744,6 +2744,252 @@ def test_lm_evaluation_harness_runs_a_local_task():
             assert "|0.5" in line.replace(" ", ""), p.stdout
 
 
+# ------------------------------------------------------ full checkpoints: what their command lines must stand
+
+
+def tiny_checkpoint(folder, **changes) -> Path:
+    """An untrained model of characters, as train_tiny.py saves one: no optional package reads it."""
+    t = CharTokenizer()
+    ids = dict(n_tokens=t.n_tokens, mask_id=t.mask_id, eos_id=t.eos_id, pad_id=t.pad_id)
+    save_checkpoint(folder, random_model(**ids, **changes), alphabet=t.alphabet)
+    return Path(folder)
+
+
+class Pieces(io.StringIO):
+    """A stream that remembers what was written at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def write(self, text):
+        self.pieces += [text] if text else []
+        return super().write(text)
+
+
+@section("full")
+def test_text_streams_in_pieces_and_is_the_answer():
+    """While the answer grows more than once something new is printed, never taken back; together the
+    answer's text. A line end of standard input is no part of the prompt.
+    """
+    with tempfile.TemporaryDirectory() as d:
+        folder = tiny_checkpoint(f"{d}/tiny")
+        args = ["--checkpoint", folder, "--max-new-tokens", 40, "--device", "cpu", "--block-size", 8]
+        model, t = load_checkpoint(folder), CharTokenizer()
+        ids = d2f.pipelined_decode(model, t.encode("12+34="), 40, 8).answers[0]
+        for extra, stdin in ((["--prompt", "12+34="], None), (["--prompt", "-", "--chat"], "12+34=\n")):
+            out = Pieces()
+            before, sys.stdin = sys.stdin, io.StringIO(stdin)
+            try:
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+                    d2f.main([str(a) for a in [*args, *extra]])
+            finally:
+                sys.stdin = before
+            assert out.getvalue() == tiny_models.answer_text(t, ids) + "\n", extra
+            assert len(out.pieces) > 3, out.pieces
+
+
+@section("full")
+def test_a_stream_survives_a_tokenizer_that_rewrites():
+    """Where a longer answer's text does not begin with the shorter one's, the whole of it is said at last."""
+
+    class Rewriting(CharTokenizer):
+        def decode(self, ids, **_):
+            return super().decode(ids).replace("12", "7")
+
+    t, out = Rewriting(), io.StringIO()
+    stream = tiny_models.Stream(t, out)
+    for n in range(1, 5):
+        stream.show(t.encode("3120")[:n])
+    stream.show(t.encode("3120"), last=True)
+    assert out.getvalue() == "31\n370\n", out.getvalue()
+
+
+@section("full")
+def test_an_answer_ends_at_any_stop_id():
+    """Text and count of tokens end at the first id that ends a text or a turn, whichever it is."""
+    needs("tokenizers")
+    with tempfile.TemporaryDirectory() as d:
+        t = tiny_models.load_tokenizer(public_checkpoint(Path(d) / "a", "LLaDA-8B-Instruct"))
+        turn, text = (int(t.encode(s)[0]) for s in ("<|eot_id|>", "<|endoftext|>"))
+        for ids in ([97, 98, turn, 99, text], [97, 98, text, turn]):
+            assert tiny_models.until_stop(t, ids) == ids[:3] and tiny_models.answer_text(t, ids) == "ab"
+        assert tiny_models.until_stop(t, [97]) == [97]
+        args = SimpleNamespace(prompt="x", chat=False, device="cpu")
+        said = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            answer = [97, 98, turn, 99, text], {"forwards": 2}
+            tiny_models.answer_prompt(args, t, lambda ids, watch: answer, None)
+        assert said.getvalue().startswith("3 answer tokens, 2 forwards, 1.5 tokens a forward"), (
+            said.getvalue()
+        )
+
+
+@section("full")
+def test_command_lines_refuse_what_cannot_be():
+    """The other paper's model, devices that are not there, options that exclude or need each other, limits:
+    one sentence each, and a file that is no results file stays as it is.
+    """
+    with tempfile.TemporaryDirectory() as d:
+        tiny, deep = tiny_checkpoint(f"{d}/tiny"), Path(d) / "deep"
+        save_checkpoint(deep, tiny_recurrent(), alphabet=CharTokenizer().alphabet)
+        problems = jsonl(f"{d}/p.jsonl", {"prompt": "1+1=", "reference": "2"})
+        asked = ["--checkpoint", tiny, "--prompt", "1"]
+        for module, args, message in (
+            (d2f, ["--checkpoint", deep, "--prompt", "1"], "is a RecurrentDepth where a Transformer"),
+            (rs, asked, "is a Transformer where a RecurrentDepth"),
+            (d2f, [*asked, "--device", "nowhere"], "device 'nowhere' cannot be used here"),
+            (d2f, [*asked, "--eval", problems], "--prompt and --eval exclude each other"),
+            (d2f, [*asked, "--few-shot", problems], "--few-shot needs --eval"),
+            (d2f, [*asked, "--limit", 3], "--limit needs --eval"),
+            (rs, ["--checkpoint", deep, "--prompt", " "], "the prompt is empty"),
+            (rs, ["--checkpoint", deep, "--prompt", "1", "--inner", 0], "inner is 0; it must be at least 1"),
+            (rs, ["--checkpoint", deep, "--prompt", "1", "--top-p", 0], "top_p is 0.0"),
+            (rs, ["--checkpoint", deep, "--prompt", "1", "--max-new-tokens", 0], "max_new_tokens is 0"),
+            (
+                d2f,
+                ["--checkpoint", tiny, "--eval", problems, "--limit", 0],
+                "limit is 0; it must be at least 1",
+            ),
+            (d2f, ["--checkpoint", tiny, "--eval", problems, "--shots", -1], "shots is -1"),
+            (d2f, ["--checkpoint", tiny, "--eval", d], "does not exist or is not a file"),
+            (d2f, ["--checkpoint", tiny, "--eval", f"{d}/none.jsonl"], "does not exist or is not a file"),
+            (
+                d2f,
+                ["--checkpoint", tiny, "--dry-run", "--bandwidth", 0],
+                "bandwidth is 0; it must be above 0",
+            ),
+            (rs, ["--dry-run"], "give a program to run, or --checkpoint"),
+            (d2f, ["--checkpoint", tiny, "--eval", problems, "--save", problems], "holds no results"),
+        ):
+            words = command(module, *args)[2]
+            assert message in words and "\n" not in words, (args, words)
+        assert Path(problems).read_text() == '{"prompt": "1+1=", "reference": "2"}\n'
+        out, _, words = command(d2f, "--checkpoint", tiny, "--dry-run")
+        assert not words and "|tiny|" in out, (out, words)
+
+
+@section("full")
+def test_more_numbers_that_end_an_answer():
+    """Minus and $ in either order, a bare decimal point, dots and commas that belong to the sentence."""
+    for text, number in (
+        ("a loss of $-5", "-5"),
+        ("a loss of -$5.10!", "-5.1"),
+        ("half is .5", "0.5"),
+        ("minus a half is -.50", "-0.5"),
+        ("and the answer is...42", "42"),
+        ("1,234.50.", "1234.5"),
+        ("3, 4, and 100,", "100"),
+        ("100", "100"),
+        ("0", "0"),
+        ("...", None),
+        ("", None),
+    ):
+        assert tiny_models.last_number(text) == number, (text, tiny_models.last_number(text))
+
+
+@section("full")
+def test_evaluation_of_odd_lines():
+    """Lines that are no problems are named by their number, what cannot be asked counts as wrong, all others
+    are answered; a file that was mended meanwhile is not misread.
+    """
+    with tempfile.TemporaryDirectory() as d:
+        folder, file = tiny_checkpoint(f"{d}/tiny"), Path(d) / "p.jsonl"
+        args = ["--checkpoint", folder, "--max-new-tokens", 4, "--device", "cpu", "--eval", file]
+        said = {q: command(d2f, *args[:-2], "--prompt", q)[0].strip() for q in ("1+1=", "2+2=", "3+3=")}
+        lines = [json.dumps({"prompt": q, "reference": a, "note": "a\u2028b"}) for q, a in said.items()]
+        lines[1:1] = ["5", "[]", '{"prompt": ["1"], "reference": "2"}', '{"question": "x"}', "\udcff", ""]
+        lines[1:1] = [json.dumps({"prompt": "1" * 300, "reference": "1"}), json.dumps({"prompt": "?"})]
+        lines += [json.dumps({"prompt": "a?", "reference": 1})]
+        file.write_bytes(
+            "\n".join(lines).encode("utf-8", "surrogateescape").replace(b"\\u2028", b"\xe2\x80\xa8")
+        )
+        out, err, words = command(d2f, *args)
+        assert not words and out.startswith("5 problems, 60.0% right"), (out, err, words)
+        assert "2 of them could not be asked, 6 broken lines left out" in out, out
+        for n in (3, 4, 5, 6, 7, 8):
+            assert f"line {n} " in err, (n, err)
+        assert "line 2 counts as wrong: prompt 0 has 300 tokens" in err, err
+        assert "line 12 counts as wrong: character" in err, err
+
+        saved = Path(f"{file}.results.jsonl")
+        n_lines = len(saved.read_text().splitlines())
+        lines[3], lines[9] = json.dumps({"prompt": "4+4=", "reference": "no"}), lines[9].replace("2+2", "5+5")
+        lines = [line.encode("utf-8", "surrogateescape") for line in lines]
+        file.write_bytes(b"\n".join(lines).replace(b"\\u2028", b"\xe2\x80\xa8"))
+        out, _, words = command(d2f, *args)
+        assert not words and out.startswith("6 problems, "), (out, words)
+        assert len(saved.read_text().splitlines()) == n_lines + 2  # the mended line and the changed one
+
+
+@section("full")
+def test_results_files_of_other_kinds():
+    """A killed first line is begun again; other settings are refused by name; examples must be there."""
+    with tempfile.TemporaryDirectory() as d:
+        folder = tiny_checkpoint(f"{d}/tiny")
+        file = jsonl(f"{d}/p.jsonl", {"prompt": "1+1=", "reference": "2"})
+        args = ["--checkpoint", folder, "--max-new-tokens", 4, "--device", "cpu", "--eval", file]
+        saved = Path(f"{file}.results.jsonl")
+        out, _, words = command(d2f, *args)
+        assert not words and out.startswith("1 problems"), words
+        whole = saved.read_text()
+        for n in (0, 1, 20):
+            saved.write_text(whole[:n])
+            assert not command(d2f, *args)[2] and len(saved.read_text().splitlines()) == 2, n
+        assert "(tau_conf 0.9, now 0.5)" in command(d2f, *args, "--tau-conf", 0.5)[2]
+        broken = jsonl(f"{d}/s.jsonl", {"prompt": "1+2=", "reference": "3"}, "{")
+        few = [*args, "--save", f"{d}/r.jsonl", "--few-shot"]
+        assert "line 2 is not valid JSON" in command(d2f, *few, broken)[2]
+        few += [jsonl(f"{d}/s.jsonl", {"prompt": "1+2=", "reference": "3"})]
+        assert "has 1 examples; --shots is 4" in command(d2f, *few)[2]
+    mixed = [{"question": "q", "answer": "#### 1"}, {"prompt": "p", "reference": 2}]
+    assert tiny_models.problem_text({"prompt": "x="}, mixed) == "Question: q\nAnswer: #### 1\n\np2\n\nx="
+
+
+@section("full")
+def test_a_killed_evaluation_goes_on():
+    """SIGKILL and Ctrl-C in the middle: no finished line is lost or redone, and in the end all is as if it
+    had never been stopped.
+    """
+    with tempfile.TemporaryDirectory() as d:
+        folder = tiny_checkpoint(f"{d}/tiny", d_model=64, n_layers=4)
+        rows = [{"prompt": f"{i}+{i}=", "reference": str(2 * i)} for i in range(30)]
+        args = ["--checkpoint", folder, "--method", "vanilla", "--max-new-tokens", 60, "--device", "cpu"]
+        args += ["--eval", jsonl(f"{d}/p.jsonl", *rows), "--block-size", 8, "--dtype", "float32"]
+        saved, finished = Path(f"{d}/p.jsonl.results.jsonl"), [0]
+        for stop in (signal.SIGKILL, signal.SIGINT):
+            line = [sys.executable, "d2f.py", *map(str, args)]
+            p = subprocess.Popen(
+                line, cwd=HERE, stdout=-1, stderr=-1, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            until = time.monotonic() + 120
+            while time.monotonic() < until and p.poll() is None:
+                if saved.exists() and saved.read_bytes().count(b"\n") > finished[-1] + 2:
+                    break
+                time.sleep(0.01)
+            p.send_signal(stop)
+            _, err = p.communicate(timeout=60)
+            finished.append(saved.read_bytes().count(b"\n"))
+            assert finished[-1] > finished[-2] + 2, err.decode()[-500:]
+            if stop == signal.SIGINT:
+                assert p.returncode == 1, err.decode()[-500:]
+                assert err.decode().strip().endswith("interrupted; the same command goes on from here"), err
+        assert finished[-1] < len(rows) + 1, "it was not stopped in the middle"
+        kept = saved.read_bytes()
+        kept = kept[: kept.rfind(b"\n") + 1]
+        with open(saved, "ab") as f:
+            f.write(b'{"line": 99, "che')
+        again = run("d2f.py", *args)
+        assert again.returncode == 0 and again.stdout.startswith("30 problems"), again.stderr[-500:]
+        assert saved.read_bytes().startswith(kept)
+        run("d2f.py", *args, "--save", f"{d}/at-once.jsonl")
+        stopped, at_once = (
+            [{k: v for k, v in json.loads(x).items() if k != "seconds"} for x in p.read_text().splitlines()]
+            for p in (saved, Path(f"{d}/at-once.jsonl"))
+        )
+        assert stopped == at_once and len(stopped) == 31
+
+
 # ---------------------------------------------------------------------------------------------------- running
 
 

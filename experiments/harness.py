@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import d2f
 import recurrent_sampler
-from tiny_models import answer_text, open_checkpoint, optional
+from tiny_models import RecurrentDepth, Transformer, answer_text, open_checkpoint, optional, until_stop
 
 
 def command_line(options: dict) -> list[str]:
@@ -45,11 +45,11 @@ def register():
             adapter = {
                 name: getattr(self.args, name) for name in ("lora", "any_base") if hasattr(self.args, name)
             }
-            self.model, self.tokens = open_checkpoint(self.args, **adapter)
-            if self.module is d2f:
-                d2f.settle_options(self.args, self.model.config.shift)
-            self.args.inner = getattr(self.args, "inner", None) or 4
-            self.longest = self.args.max_new_tokens or 256
+            kind = Transformer if self.module is d2f else RecurrentDepth
+            self.model, self.tokens = open_checkpoint(self.args, kind, **adapter)
+            shift = [self.model.config.shift] if self.module is d2f else []
+            self.module.settle_options(self.args, *shift)
+            self.longest = self.args.max_new_tokens
             self.answers, self.seconds, self.written = 0, 0.0, 0
 
         @property
@@ -76,7 +76,10 @@ def register():
             started = time.perf_counter()
             written = self.module.decode(self.args, self.model, ids).answers[0]
             self.seconds += time.perf_counter() - started
-            self.answers, self.written = self.answers + 1, self.written + len(written)
+            self.answers, self.written = (
+                self.answers + 1,
+                self.written + len(until_stop(self.tokens, written)),
+            )
             text, stops = answer_text(self.tokens, written), settings.get("until") or []
             for stop in [stops] if isinstance(stops, str) else stops:
                 text = text.split(stop)[0] if stop else text
