@@ -2618,6 +2618,9 @@ def test_presets_are_table_8():
     for shift, benchmark, expected in (
         (False, "gsm8k", (512, 64, 0.7, 0.95, 0.9)),
         (False, "mbpp", (512, 32, 0.9, 0.95, 0.9)),
+        (False, "humaneval", (512, 32, 0.1, 0.95, 0.9)),
+        (False, "math", (512, 32, 0.1, 0.95, 0.9)),
+        (True, "gsm8k", (256, 32, 0.1, 0.95, 0.9)),
         (True, "mbpp", (256, 48, 0.1, 0.95, 0.9)),
         (True, "humaneval", (256, 32, 0.9, 0.95, 0.95)),
         (True, "math", (256, 64, 0.1, 0.95, 0.9)),
@@ -2988,6 +2991,51 @@ def test_a_killed_evaluation_goes_on():
             for p in (saved, Path(f"{d}/at-once.jsonl"))
         )
         assert stopped == at_once and len(stopped) == 31
+
+
+@section("full")
+def test_harness_stops_and_refuses():
+    """generate_until: stop strings, max_gen_toks and its limit, prompts that are too long; an adapter's name;
+    a chat; likelihoods are refused in one sentence.
+    """
+    needs("lm_eval", "tokenizers")
+    sys.path.insert(0, str(HERE / "experiments"))
+    import harness
+
+    with tempfile.TemporaryDirectory() as d:
+        for kind, name, more in (("d2f", "LLaDA-8B-Instruct", {}), ("wavefront", "huginn-0125", {"eps": 10})):
+            folder = public_checkpoint(Path(d) / name, name)
+            cls = harness.register()[kind]
+            lm = cls(checkpoint=str(folder), max_new_tokens=12, raw=True, device="cpu", **more)
+
+            def ask(context, lm=lm, **settings):
+                return lm.generate_until([SimpleNamespace(args=(context, settings))])[0]
+
+            whole, lengths = ask("1+1="), []
+            for n in (5, 12, 99):
+                before = lm.written
+                ask("1+1=", max_gen_toks=n)
+                lengths.append(lm.written - before)
+            assert 1 <= lengths[0] <= 5 < lengths[1] == lengths[2] <= 12, lengths
+            stop = whole[3:5]
+            cut = whole[: whole.index(stop)]
+            assert cut == ask("1+1=", until=["never there", stop]) == ask("1+1=", until=stop) != whole
+            assert ask("a" * 500 + "b") == ask("a" * (256 - 12 - 1) + "b")
+            chat = lm.apply_chat_template(
+                [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+            )
+            assert chat == lm.tokens.chat("s\n\nu")
+            for call in (lm.loglikelihood, lm.loglikelihood_rolling):
+                raises("tasks that need likelihoods cannot be run", call, [])
+        raises("must name a checkpoint", cls, watch=False)
+        raises("neither a folder nor a name", cls, checkpoint=f"{d}/none/at/all", device="cpu")
+        base = str(public_checkpoint(Path(d) / "LLaDA-8B-Instruct", "LLaDA-8B-Instruct"))
+        raises(
+            "neither a folder nor a name",
+            harness.register()["d2f"],
+            checkpoint=base,
+            lora=f"{d}/no/lora/here",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- running

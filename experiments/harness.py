@@ -8,6 +8,7 @@ The arguments after --model are the harness's; those in --model_args are options
 recurrent_sampler.py, a dash written as an underline. Needs the optional package lm_eval.
 """
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -20,14 +21,16 @@ from tiny_models import RecurrentDepth, Transformer, answer_text, open_checkpoin
 
 
 def command_line(options: dict) -> list[str]:
-    """{"tau_conf": 0.9, "raw": True} -> ["--tau-conf", "0.9", "--raw"]."""
+    """{"tau_conf": 0.9, "raw": True, "watch": False} -> ["--tau-conf", "0.9", "--raw"]."""
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
+        if value is not False:
+            words += [flag] if value is True else [flag, str(value)]
     return words
 
 
+@functools.cache  # the harness refuses a name that it knows
 def register():
     """Make the models "d2f" and "wavefront" known to the harness; returns their classes by name."""
     LM = optional("lm_eval", "lm_eval.api.model").LM
@@ -42,6 +45,8 @@ def register():
             super().__init__()
             words = command_line(options | ({"device": device} if device else {}))
             self.args = self.module.parse_args(words)
+            if self.args.checkpoint is None:
+                raise ValueError("--model_args must name a checkpoint, as in checkpoint=FOLDER")
             adapter = {
                 name: getattr(self.args, name) for name in ("lora", "any_base") if hasattr(self.args, name)
             }
