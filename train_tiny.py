@@ -923,6 +923,8 @@ def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
         (lab, recurrent), bench_rows(lab, core), (2, 1), methods, (2.5, 4), strict=True
     ):
         (prompts, _), A, batch = here.problems("test", n), here.r.answer_len, min(16, batches[-1])
+        if lab.threads is None and lab.device == "cpu":
+            fastest_threads(lambda row=rows[-1], A=A, some=prompts[:5]: [row.decode([p], A) for p in some])
         table = throughput_rows(rows, prompts, A, batches, lab)
         lines += [markdown(table), ""]
         ratio, name = table[-1][batch] / table[-1][1], rows[-1].name
