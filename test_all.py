@@ -2892,6 +2892,30 @@ def test_more_numbers_that_end_an_answer():
 
 
 @section("full")
+def test_evaluation_asks_what_a_prompt_would():
+    """The response to a problem with solved examples is that to the whole text given by hand: so many
+    examples as --shots says, and as a turn of a chat if it is one.
+    """
+    needs("tokenizers")
+    with tempfile.TemporaryDirectory() as d:
+        folder = public_checkpoint(Path(d) / "llada", "LLaDA-8B-Instruct")
+        examples = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(4)]
+        file = jsonl(f"{d}/p.jsonl", {"question": "7?", "answer": "#### 7"})
+        common = ["--checkpoint", folder, "--max-new-tokens", 8, "--device", "cpu"]
+        few = ["--few-shot", jsonl(f"{d}/s.jsonl", *examples)]
+        said = set()
+        for shots, form in ((0, "--raw"), (1, "--raw"), (3, "--raw"), (3, "--chat")):
+            solved = "".join(f"Question: {i}?\nAnswer: #### {i}\n\n" for i in range(shots))
+            by_hand = command(d2f, *common, form, "--prompt", f"{solved}Question: 7?\nAnswer:")[0][:-1]
+            saved = Path(d) / f"{shots}{form}.jsonl"
+            words = command(d2f, *common, form, "--eval", file, *few, "--shots", shots, "--save", saved)[2]
+            assert not words, words
+            assert json.loads(saved.read_text().splitlines()[1])["response"] == by_hand, (shots, form)
+            said.add(by_hand)
+        assert len(said) == 4, said
+
+
+@section("full")
 def test_evaluation_of_odd_lines():
     """Lines that are no problems are named by their number, what cannot be asked counts as wrong, all others
     are answered; a file that was mended meanwhile is not misread.
