@@ -937,6 +937,7 @@ def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
         table = growth(prompt_len, lengths, lab.device)
         lines += [
             markdown(table),
+            "",
             f"D2F beats threshold-parallel decoding from {crossing(table, lengths)} on.",
             "",
         ]
