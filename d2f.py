@@ -337,9 +337,7 @@ class Book:
         if self.config.mask_id < 0 and see is not see_before:
             raise ValueError("this model has no mask token, so it can only decode autoregressively")
         self.device, prompts = model.device, check_prompts(prompts, max_new_tokens, self.config)
-        if (
-            self.config.shift
-        ):  # output i predicts token i + 1: an empty prompt begins with EOS, as Dream's texts
+        if self.config.shift:  # nothing predicts a first token: an empty prompt becomes EOS, as Dream begins
             prompts = [p if len(p) else np.array([self.config.eos_id]) for p in prompts]
         B, self.width = len(prompts), width or max_new_tokens
         self.prompt_len = np.array([len(p) for p in prompts])
@@ -824,7 +822,9 @@ def add_numbers(args):
     folder = f"{args.out}/{METHODS[args.method]}"
     config, model = read_config(folder), load_checkpoint(folder)
     tokenizer = CharTokenizer(config["alphabet"])
-    settle_options(args, True, block_size=config["block_size"], max_new_tokens=config["max_new_tokens"])
+    settle_options(
+        args, True, block_size=config["recipe"]["block_size"], max_new_tokens=config["max_new_tokens"]
+    )
     a, b = args.numbers
     prompt = addition_prompt(a, b, config["digits"])
     print(f"{prompt}  ({args.method}, {model.n_parameters():,} parameters)")

@@ -683,10 +683,8 @@ def settle_options(args):
 
 def decode(args, model, prompts, watch=None) -> Decoded:
     """Call the sampler that --method names, with the settings of the command line."""
-    A, sampling = (
-        args.max_new_tokens,
-        Sampling(args.temperature, 1.0 if args.top_p is None else args.top_p, seed=args.seed),
-    )
+    A, top_p = args.max_new_tokens, 1.0 if args.top_p is None else args.top_p
+    sampling = Sampling(args.temperature, top_p, seed=args.seed)
     if args.method == "ar":
         return autoregressive_decode(model, prompts, A, args.r, sampling=sampling, watch=watch)
     if args.method == "adaptive":

@@ -352,6 +352,10 @@ class Transformer(Network):
         return self
 
 
+def first_line(error) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 class Static(nn.Module):
     """A transformer whose windows have few sizes, so that it can be compiled: the decoders' view of a model.
 
@@ -396,7 +400,7 @@ class Static(nn.Module):
         except Exception as e:  # whatever a compiler trips over
             if self.run == self.model.layers:
                 raise
-            print(f"not compiled: {type(e).__name__}: {str(e).strip().splitlines()[0]}", file=sys.stderr)
+            print(f"not compiled: {type(e).__name__}: {first_line(e)}", file=sys.stderr)
             self.run = self.model.layers
             return self.run(*window)
 
@@ -1133,12 +1137,10 @@ class Tokenizer:
 def byte_level_bpe(folder: Path, added: dict):
     """Dream's and Qwen's tokenizer, of vocab.json and merges.txt; added: id -> token that is never split."""
     tokenizers = optional("tokenizers")
-    pre, regex = (
-        tokenizers.pre_tokenizers,
-        tokenizers.Regex(
-            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-            r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-        ),
+    pre = tokenizers.pre_tokenizers
+    regex = tokenizers.Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     bpe = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     t = tokenizers.Tokenizer(bpe)
@@ -1179,8 +1181,7 @@ def find_checkpoint(name: str) -> Path:
             hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
         )
     except Exception as e:
-        reason = str(e).strip().splitlines()[0]
-        raise ValueError(f"{name} is not a folder, and downloading it failed: {reason}") from None
+        raise ValueError(f"{name} is not a folder, and downloading it failed: {first_line(e)}") from None
 
 
 # ------------------------------------------------------------------------------------------ sizes and floors
@@ -1326,10 +1327,6 @@ def command_line(args, full, tiny, what: str, make: str):
         sys.exit("interrupted" + ("; the same command goes on from here" if args.eval else ""))
 
 
-def first_line(error) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
 def open_checkpoint(args, kind: type, **options):
     """The model, a `kind`, and the tokenizer that a command line names. options: of `load_checkpoint`.
 
@@ -1363,6 +1360,11 @@ def read_prompt(args, tokenizer) -> np.ndarray:
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     if not text.strip():
         raise ValueError("the prompt is empty")
+    return encode_prompt(text, args, tokenizer)
+
+
+def encode_prompt(text: str, args, tokenizer) -> np.ndarray:
+    """Token ids of a text, written as a chat turn if args.chat."""
     return tokenizer.encode(tokenizer.chat(text) if args.chat else text)
 
 
@@ -1516,7 +1518,7 @@ def solve(problem: dict, text: str, args, config, tokenizer, decode) -> dict:
     """The result of one problem: how it was answered and at what cost. What cannot be asked is wrong."""
     started = time.perf_counter()
     try:
-        prompt = tokenizer.encode(tokenizer.chat(text) if args.chat else text)
+        prompt = encode_prompt(text, args, tokenizer)
         check_prompts([prompt], args.max_new_tokens, config)
     except ValueError as e:  # above all a problem longer than the context
         return {"right": False, "tokens": 0, "seconds": 0.0, "error": str(e), "response": ""}

@@ -2,9 +2,8 @@
 
 In order: the tasks, the training loop, the phases of D2F (autoregressive model, bidirectional teacher made
 from it, block-causal student distilled from that), evaluation, D2F's tables, then the recurrent-depth model
-and its table. A finished phase is a checkpoint
-folder under --out; a second run reuses it (--retrain to redo), so an interrupt loses at most the phase that
-was running.
+and its table. A finished phase is a checkpoint folder under --out; a second run reuses it (--retrain to
+redo), so an interrupt loses at most the phase that was running.
 """
 
 import argparse
@@ -314,8 +313,7 @@ class Lab:
         started = time.perf_counter()
         model = getattr(self, name)()
         extra = dict(recipe=recipe, alphabet=self.tokenizer.alphabet, digits=self.r.task.digits)
-        extra.update(block_size=getattr(self.r, "block_size", None), max_new_tokens=self.r.answer_len)
-        save_checkpoint(folder, model, **extra)
+        save_checkpoint(folder, model, **extra, max_new_tokens=self.r.answer_len)
         print(f"{name}: trained in {time.perf_counter() - started:.0f} s, saved in {folder}")
         return model
 
@@ -506,9 +504,6 @@ def d2f_rows(lab: Lab, ar, teacher, student, n_validation: int) -> list[Row]:
             part(row.decode, tau_add=1.0),
         )
 
-    def swap(decode):  # the same decoder with the teacher's weights
-        return part(d2f.pipelined_decode, teacher, **decode.keywords)
-
     vanilla, cached = part(d2f.vanilla_decode, teacher), part(d2f.cached_decode, teacher)
     pipelined = part(d2f.pipelined_decode, student)
     larger = [k * m for m in (2, 4) if k * m <= A] or [k]
@@ -522,7 +517,10 @@ def d2f_rows(lab: Lab, ar, teacher, student, n_validation: int) -> list[Row]:
         tuned("teacher, threshold-parallel, no cache", part(cached, cache="none")),
         tuned("teacher, Fast-dLLM prefix cache", part(cached, cache="prefix"), block_length=(2 * k, 4 * k)),
         tuned("teacher, Fast-dLLM dual cache", part(cached, cache="dual"), block_length=(2 * k, 4 * k)),
-        Row(best.name.replace("D2F, pipelined", "D2F without distillation"), swap(best.decode)),
+        Row(
+            best.name.replace("D2F, pipelined", "D2F without distillation"),
+            part(d2f.pipelined_decode, teacher, **best.decode.keywords),
+        ),
         one_block(at_k),
         one_block(best),
         at_k,
@@ -532,14 +530,14 @@ def d2f_rows(lab: Lab, ar, teacher, student, n_validation: int) -> list[Row]:
 
 def d2f_table(rows: list[Row], title: str, against: dict[str, Row]) -> str:
     """The table in Markdown; `against` names the rows that every speed is also divided by."""
-    head = "method|exact match|answer tokens|forwards|tokens per forward|tokens/s"
-    head += "".join(f"|x {name}" for name in against) + "|tokens/s, batch 16"
-    lines = [title, "", f"|{head}|", "|" + "---|" * (head.count("|") + 1)]
+    table = []
     for r in rows:
-        cells = f"{r.name}|{100 * r.exact:.1f}%|{r.tokens:.1f}|{r.forwards:.1f}|{r.tokens / r.forwards:.1f}"
-        cells += f"|{r.speed:.0f}" + "".join(f"|{r.speed / base.speed:.2f}" for base in against.values())
-        lines.append(f"|{cells}|{r.throughput:.0f}|")
-    return "\n".join(lines)
+        cells = {"method": r.name, "exact match": f"{100 * r.exact:.1f}%", "answer tokens": f"{r.tokens:.1f}"}
+        cells |= {"forwards": f"{r.forwards:.1f}", "tokens per forward": f"{r.tokens / r.forwards:.1f}"}
+        cells |= {"tokens/s": f"{r.speed:.0f}"}
+        cells |= {f"x {name}": f"{r.speed / base.speed:.2f}" for name, base in against.items()}
+        table.append(cells | {"tokens/s, batch 16": f"{r.throughput:.0f}"})
+    return f"{title}\n\n{markdown(table)}"
 
 
 def claim(name: str, value: float, bound: float) -> str:
@@ -748,16 +746,14 @@ def recurrent_rows(model, eps: float = 0.03) -> list[Row]:
 
 def recurrent_table(rows: list[Row], title: str) -> str:
     """The table in Markdown; forwards are core passes (calls of R) here."""
-    base = next(r for r in rows if r.name == "static, r 32")
-    head = (
-        "sampler|exact match|tokens/s|x static r 32|core passes a token|mean wave|largest wave|core cache, kB"
-    )
-    lines = [title, "", f"|{head}|", "|" + "---|" * (head.count("|") + 1)]
+    base, table = next(r for r in rows if r.name == "static, r 32"), []
     for r in rows:
-        cells = f"{r.name}|{100 * r.exact:.1f}%|{r.speed:.0f}|{r.speed / base.speed:.2f}"
-        cells += f"|{r.forwards / r.tokens:.1f}"
-        lines.append(f"|{cells}|{r.out.mean_wave:.1f}|{r.out.max_wave}|{r.out.core_cache_bytes / 1024:.0f}|")
-    return "\n".join(lines)
+        cells = {"sampler": r.name, "exact match": f"{100 * r.exact:.1f}%", "tokens/s": f"{r.speed:.0f}"}
+        cells |= {"x static r 32": f"{r.speed / base.speed:.2f}"}
+        cells |= {"core passes a token": f"{r.forwards / r.tokens:.1f}"}
+        cells |= {"mean wave": f"{r.out.mean_wave:.1f}", "largest wave": r.out.max_wave}
+        table.append(cells | {"core cache, kB": f"{r.out.core_cache_bytes / 1024:.0f}"})
+    return f"{title}\n\n{markdown(table)}"
 
 
 def recurrent_claims(rows: list[Row]) -> str:
@@ -799,19 +795,19 @@ def recurrent_job(lab: RecurrentLab, n_accuracy: int, n_speed: int, profile: boo
 # -------------------------------------------------------------------------------------------- bench (--bench)
 
 
-def throughput_rows(rows: list[Row], prompts, answer_len: int, batches: list[int], lab) -> list[dict]:
+def throughput_rows(rows: list[Row], prompts, answer_len: int, batches: list[int], device) -> list[dict]:
     """Answer tokens a second of each row in batches of each size, in turn on the same problems."""
     table = [{"tokens/s at batch": row.name} for row in rows]
     for batch in batches:
         for row, line in zip(rows, table, strict=True):
             row.decode(list(prompts[:batch]), answer_len)  # warm-up
-            started = time.perf_counter()
-            decode = functools.partial(row.decode, max_new_tokens=answer_len)
-            outs = list(in_groups(decode, prompts[: max(batch, len(prompts) // 4)], batch, row.name))
-            if lab.device.startswith("cuda"):
-                torch.cuda.synchronize()
-            tokens = sum(len(a) for out in outs for a in out.answers)
-            line[batch] = round(tokens / (time.perf_counter() - started))
+            decode, some = (
+                functools.partial(row.decode, max_new_tokens=answer_len),
+                max(batch, len(prompts) // 4),
+            )
+            groups, outs = in_groups(decode, prompts[:some], batch, row.name), []
+            seconds = timed(lambda outs=outs, groups=groups: outs.extend(groups), device)
+            line[batch] = round(sum(len(a) for out in outs for a in out.answers) / seconds)
     return table
 
 
@@ -925,7 +921,7 @@ def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
         (prompts, _), A, batch = here.problems("test", n), here.r.answer_len, min(16, batches[-1])
         if lab.threads is None and lab.device == "cpu":
             fastest_threads(lambda row=rows[-1], A=A, some=prompts[:5]: [row.decode([p], A) for p in some])
-        table = throughput_rows(rows, prompts, A, batches, lab)
+        table = throughput_rows(rows, prompts, A, batches, lab.device)
         lines += [markdown(table), ""]
         ratio, name = table[-1][batch] / table[-1][1], rows[-1].name
         claims.append(claim(f"tokens/s, batch {batch} / batch 1, {name}", ratio, bound))

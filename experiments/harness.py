@@ -77,14 +77,12 @@ def register():
             room = self.model.config.max_len - self.args.max_new_tokens
             ids = self.tokens.encode(context)[
                 -room:
-            ]  # as the harness does: the end of a prompt that is too long
+            ]  # of a prompt that is too long the end, as the harness does
             started = time.perf_counter()
             written = self.module.decode(self.args, self.model, ids).answers[0]
             self.seconds += time.perf_counter() - started
-            self.answers, self.written = (
-                self.answers + 1,
-                self.written + len(until_stop(self.tokens, written)),
-            )
+            self.answers += 1
+            self.written += len(until_stop(self.tokens, written))
             text, stops = answer_text(self.tokens, written), settings.get("until") or []
             for stop in [stops] if isinstance(stops, str) else stops:
                 text = text.split(stop)[0] if stop else text
