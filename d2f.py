@@ -225,18 +225,19 @@ class Chooser:
             deferred = torch.tensor(self.s.deferred, device=p.device)
             p = logits.index_fill(1, deferred, float("-inf")).softmax(-1)
             probability = p.gather(1, token[:, None])[:, 0]
-        return to_host(token, probability, self.confidence(p, probability, rows))
+        if self.s.confidence == "probability":
+            token, probability = to_host(token, probability)
+            return token, probability, probability
+        return to_host(token, probability, self.confidence(p, rows))
 
-    def confidence(self, p, probability, rows):
-        """What ranks the positions, [M], from distributions p [M, V] and chosen probabilities [M]."""
+    def confidence(self, p, rows):
+        """What ranks the positions, [M], when it is not the probability, from distributions p [M, V]."""
         if self.s.confidence == "margin":
             top = (p + self.bias).topk(2).values
             return top[:, 0] - top[:, 1]
         if self.s.confidence == "entropy":
             return (p * (p + 1e-10).log()).sum(-1)
-        if self.s.confidence == "random":
-            return self.draws(rows, lambda n, g: torch.rand(n, generator=g, device=g.device))
-        return probability
+        return self.draws(rows, lambda n, g: torch.rand(n, generator=g, device=g.device))
 
     def sample(self, p, rows):
         """One draw from each distribution of p [M, V], forbidden ids left out: the argmax of p / Exp(1)."""
@@ -352,86 +353,102 @@ class Book:
         self.out = Decoded([[]] * B, [None] * B, np.zeros(B, np.int64))
         self.out.cache_bytes = self.cache.nbytes if cached else 0
         self.n_cached, self.rows = np.zeros(B, np.int64), np.arange(B)
+        self.events = np.array([self.config.mask_id, self.config.eos_id])[:, None, None]
         self.index()
 
     def index(self):
-        """Where each row's tokens begin in memory, [B, 1], and its answer lies, [B, width]."""
+        """What follows from which rows are left: where their answers lie in memory, [B, width], and whether
+        they are alike, so that one mask serves them all.
+        """
         self.origin = np.arange(0, self.tokens.size, self.tokens.shape[1])[:, None]
-        self.masks = None
         self.answer_at = self.origin + self.prompt_len[:, None] + np.arange(self.width)
+        self.batch, self.masks = np.arange(len(self.tokens)), None
+        self.offset = self.prompt_len - self.config.shift - self.width * self.batch
+        self.alike = len(set(self.prompt_len.tolist())) == 1
+        self.hit = np.ones((2, len(self.tokens), self.width + 1), bool)  # `look`: the last column stays
 
     @property
     def end(self):
         """[B] the position after each row's answer."""
         return self.prompt_len + self.A
 
-    def answer(self) -> np.ndarray:
-        """[B, width] the answers as they stand."""
-        return self.tokens.take(self.answer_at)
-
-    def forward(self, start, stop):
-        """Run the network over positions [start, stop) of each row, int [B], for `predict` to read."""
-        at = start[:, None] + np.arange((stop - start).max())  # (B, T)
-        same = len(at) == 1 or bool((start == start[0]).all() and (stop == stop[0]).all())
-        flat = self.origin + (at if same else np.minimum(at, stop[:, None] - 1))
-        # sight never shrinks from left to right, so its extremes are those of the window's ends
-        least, n_keys = self.see.take(flat[:, 0]).min(), int(self.see.take(flat[:, -1]).max())
-        mask = None
-        if not same or least < n_keys or n_keys > stop[0] or self.config.causal and at.shape[1] > 1:
-            mask = self.mask(flat, n_keys)
-        # what pads a short row is written to the cache's scrap position
-        at = int(start[0]) if same else np.where(at < stop[:, None], at, self.tokens.shape[1])
-        window = torch.from_numpy(self.tokens.take(flat)).to(self.device)
-        self.hidden = self.model.hidden(window, at, mask, self.cache)
-        self.start, self.stop = start, stop
-        self.out.forwards += 1
-        self.out.positions += flat.size
-
-    def mask(self, flat, n_keys: int):
-        """bool [B, 1, T, n_keys], True = may attend, of positions at flat [B, T]. One row's are made once."""
-        if len(flat) > 1:
-            see = torch.from_numpy(self.see.take(flat)).to(self.device)
-            return (torch.arange(n_keys, device=self.device) < see[:, :, None])[:, None]
-        if self.masks is None:
-            see_key = np.arange(self.see.shape[1]) < self.see[:, :, None]
-            self.masks = torch.from_numpy(see_key[None]).to(self.device)
-        return self.masks[:, :, flat[0, 0] : flat[0, -1] + 1, :n_keys]
-
-    def predict(self, wanted):
-        """Predictions where wanted: bool [B, ...], whose flat index counts from the prompt's end.
-
-        Returns token, probability, confidence in the same shape; where nothing is wanted the probability is 0
-        and the confidence -inf.
+    def look(self):
+        """The answers as they stand: masked, bool [B, width] (until the next look), and where the first mask
+        and the first EOS are, int [B] each, width where there is none.
         """
-        where = wanted.ravel().nonzero()[0]
-        # token P + i is predicted by the output of position P + i - shift, counted from the window's start
-        output = self.prompt_len - self.start - self.config.shift
-        output += np.arange(len(output)) * self.hidden.shape[1]
-        at = (output[:, None] + np.arange(self.width)).take(where)
-        out = np.empty(wanted.shape, np.int64), np.zeros(wanted.shape), np.full(wanted.shape, -np.inf)
-        for dense, values in zip(out, self.read(at, where), strict=True):
-            dense.put(where, values)
-        return out
+        np.equal(self.tokens.take(self.answer_at), self.events, out=self.hit[:, :, :-1])
+        return self.hit[0, :, :-1], *self.hit.argmax(-1)
 
-    def read(self, at, where):
-        """What `Chooser` makes of the outputs at (int [M]) for places where [M], so many at a time as fit."""
-        most = max(1, LOGITS // self.config.vocab_size)
-        if len(at) > most:
-            parts = [self.read(at[i : i + most], where[i : i + most]) for i in range(0, len(at), most)]
+    def forward(self, start, stop, where, cfg_scale: float = 0.0):
+        """Run the network over positions [start, stop) of each row, int [B].
+
+        where: int [M], ascending, places in the answers laid end to end, [B * width]. Returns the predictions
+        there: token, probability, confidence, each [M]. cfg_scale: see `vanilla_decode`.
+        """
+        self.start, self.stop, rows = start, stop, where // self.width
+        # token P + i is predicted by output P + i - shift: from its place among B x width to that among B x T
+        offset = self.offset - start + (stop - start).max() * self.batch
+        at, rows = torch.from_numpy(where + offset.take(rows)).to(self.device), self.rows.take(rows)
+        hidden = self.run(self.tokens, start, stop)
+        if cfg_scale > 0:  # logits = u + (cfg + 1)(c - u), u without the prompt; the head is linear
+            in_prompt = np.arange(self.tokens.shape[1]) < self.prompt_len[:, None]
+            unseen = np.where(in_prompt, self.config.mask_id, self.tokens)
+            hidden = torch.lerp(self.run(unseen, start, stop), hidden, cfg_scale + 1)
+        return self.read(hidden.flatten(0, 1), at, rows)
+
+    def run(self, tokens, start, stop):
+        """Hidden states [B, T, d] of positions [start, stop) of each row of tokens."""
+        a, b = int(start[0]), int(stop[0])
+        if self.alike and (len(start) == 1 or bool((start == a).all() and (stop == b).all())):
+            at, window, mask = a, tokens[:, a:b], self.mask(a, b)
+        else:
+            at, window, mask = self.ragged_window(tokens, start, stop)
+        self.out.forwards += 1
+        self.out.positions += window.size
+        return self.model.hidden(torch.from_numpy(window).to(self.device), at, mask, self.cache)
+
+    def mask(self, a: int, b: int):
+        """bool [b - a, keys], True = may attend, of positions [a, b) of rows that are alike. All positions'
+        masks are made once. None where each position sees [0, b) and nothing else.
+        """
+        # sight never shrinks from left to right, so its extremes are those of the window's ends
+        least, n_keys = self.see[0, a], self.see[0, b - 1]
+        if least == n_keys == b and not (self.config.causal and b - a > 1):
+            return None
+        if self.masks is None:
+            see_key = np.arange(self.see.shape[1]) < self.see[0][:, None]
+            self.masks = torch.from_numpy(see_key).to(self.device)
+        return self.masks[a:b, :n_keys]
+
+    def ragged_window(self, tokens, start, stop):
+        """Positions [B, T], tokens [B, T] and mask [B, 1, T, keys] of windows that differ from row to row."""
+        at = start[:, None] + np.arange((stop - start).max())
+        flat = self.origin + np.minimum(at, stop[:, None] - 1)
+        see = torch.from_numpy(self.see.take(flat)).to(self.device)
+        mask = torch.arange(int(see[:, -1].max()), device=self.device) < see[:, None, :, None]
+        # what pads a short row is written to the cache's scrap position
+        return np.where(at < stop[:, None], at, tokens.shape[1]), tokens.take(flat), mask
+
+    def read(self, hidden, at, rows):
+        """What `Chooser` makes of the outputs at (int [M]) for prompts rows [M], so many at a time as fit."""
+        if len(at) > (most := max(1, LOGITS // self.config.vocab_size)):
+            parts = [self.read(hidden, at[i : i + most], rows[i : i + most]) for i in range(0, len(at), most)]
             return map(np.concatenate, zip(*parts, strict=True))
-        hidden = self.hidden.flatten(0, 1).index_select(0, torch.from_numpy(at).to(self.device))
-        return self.choose(self.model.head(hidden), self.rows[where // self.width])  # of logits (M, V)
+        return self.choose(self.model.head(hidden.index_select(0, at)), rows)  # of logits (M, V)
 
-    def commit(self, chosen, token, n_final=None, full=None, n_open=None):
-        """Write token where chosen, both [B, ...] as in `predict`. The cache commits by moving a number."""
-        where = chosen.ravel().nonzero()[0]
-        self.tokens.put(self.answer_at.take(where), token.take(where))
-        before, self.n_cached = self.n_cached, self.n_cached if n_final is None else n_final
+    def commit(self, where, token, n_final=None, full=None, n_open=None):
+        """Write token [M] at where [M], as in `forward`. The cache commits by moving a number."""
+        self.tokens.put(self.answer_at.take(where), token)
+        before, n_final = self.n_cached, self.n_cached if n_final is None else n_final
+        if self.cache:
+            self.n_cached = n_final
         if self.watch:
             rows, i = np.divmod(where, self.width)
-            commits = np.stack((rows, self.prompt_len[rows] + i, token.take(where)), 1)
+            commits = np.stack((rows, self.prompt_len[rows] + i, token), 1)
             live = self.rows, self.tokens, self.prompt_len, self.start, self.stop
-            self.watch(Step(*live, before, self.n_cached, commits, full, n_open))
+            if full is not None:
+                full = full & (np.arange(full.shape[1]) < n_open[:, None])
+            self.watch(Step(*live, before, n_final, commits, full, n_open))
 
     def finish(self, done, state=None):
         """Take the rows where done [B] out of the batch; returns the rest of the decoder's own state [B]."""
@@ -472,17 +489,30 @@ def ranks(confidence):
     return (group * confidence.shape[1] + np.arange(confidence.shape[1])).argsort(1).argsort(1)
 
 
-def accept(probability, confidence, tau_conf: float, must):
-    """Which positions of each block to commit: bool [..., k].
+def accept(probability, confidence, tau_conf: float, block, must):
+    """Which predictions to commit: bool [M], of those with these probabilities and confidences [M].
 
-    Those of probability > tau_conf; where must [...] and there is none, the single one of highest confidence.
+    Those of probability > tau_conf; in a block that must (bool [blocks]) and has none, the single one of
+    highest confidence. block: int [M], ascending, the block of each.
     """
     chosen = probability > tau_conf
-    none = must & ~chosen.any(-1)
-    if none.any():
-        best = confidence[none]
-        chosen[none, (best >= best.max(-1, keepdims=True) - NOISE).argmax(-1)] = True
+    lacking = must.flatten()  # a copy
+    lacking[block[chosen]] = False
+    of_lacking = lacking[block]
+    if of_lacking.any():
+        best = np.full(lacking.shape, -np.inf)
+        np.maximum.at(best, block, confidence)
+        near = (of_lacking & (confidence >= best[block] - NOISE)).nonzero()[0]
+        leftmost = np.full(lacking.shape, len(block))
+        np.minimum.at(leftmost, block[near], near)
+        chosen[leftmost[block[near]]] = True
     return chosen
+
+
+def masks_left(size, tau: float):
+    """The most masks that blocks of `size` positions (int [N]) may have left at a decoded fraction >= tau."""
+    m = np.arange(size.max() + 1)
+    return ((size[:, None] - m) / size[:, None] >= tau).sum(1) - 1  # in double precision
 
 
 # ----------------------------------------------------------------------------- the decoders it is compared to
@@ -499,12 +529,11 @@ def autoregressive_decode(model, prompts, max_new_tokens: int, sampling=None, wa
     n = np.zeros(len(book.rows), np.int64)  # answer tokens of each row
     while len(book.rows):
         length = book.prompt_len + n
-        book.forward(book.n_cached, length)
-        here = np.arange(book.A) == n[:, None]
-        token, _, _ = book.predict(here)
+        here = book.batch * book.A + n
+        token, _, _ = book.forward(book.n_cached, length, here)
         book.commit(here, token, n_final=length)
         n = n + 1
-        n = book.finish((token[here] == model.config.eos_id) | (n == book.A), n)
+        n = book.finish((token == model.config.eos_id) | (n == book.A), n)
     return book.out
 
 
@@ -564,32 +593,21 @@ def vanilla_decode(
     k = max_new_tokens if block_length is None else block_length
     check_thresholds(k)
     for lo, hi, count, share in transfer_plan(order, max_new_tokens, k, steps or max_new_tokens):
-        run_whole(book, cfg_scale)
-        masked = book.answer() == model.config.mask_id
+        masked, _, _ = book.look()
         masked[:, :lo], masked[:, hi:] = False, False
-        token, _, confidence = book.predict(masked)
+        where = masked.ravel().nonzero()[0]
+        token, _, confidence = book.forward(np.zeros_like(book.end), book.end, where, cfg_scale)
         if order == "origin":
-            chosen = masked & (confidence < share)
+            chosen = confidence < share
         else:
             n = masked.sum(1) if count is None else count
             n = np.floor(n.astype(np.float32) * share) if count is None else count  # in float32, as released
-            chosen = masked & (ranks(confidence) < np.reshape(n, (-1, 1)))
-        book.commit(chosen, token)
+            score = np.full(masked.shape, -np.inf)
+            score.put(where, confidence)
+            chosen = (ranks(score) < np.reshape(n, (-1, 1))).take(where)
+        book.commit(where[chosen], token[chosen])
     book.finish(np.ones(len(book.rows), bool))
     return book.out
-
-
-def run_whole(book: Book, cfg_scale: float = 0.0):
-    """A forward of the whole sequence; with guidance, another one that does not see the prompt."""
-    book.forward(np.zeros_like(book.end), book.end)
-    if cfg_scale > 0:
-        tokens, conditional = book.tokens, book.hidden
-        in_prompt = np.arange(tokens.shape[1]) < book.prompt_len[:, None]
-        book.tokens = np.where(in_prompt, book.config.mask_id, tokens)
-        book.forward(np.zeros_like(book.end), book.end)
-        book.tokens = tokens
-        # logits = u + (cfg + 1)(c - u); the head is linear, so the same mix of hidden states gives them
-        book.hidden = torch.lerp(book.hidden, conditional, cfg_scale + 1)
 
 
 @torch.inference_mode()
@@ -617,21 +635,19 @@ def cached_decode(
     book = Book(model, prompts, max_new_tokens, see_all, sampling, watch, cached=cache != "none")
     previous = np.full(len(book.rows), -1)  # the block that each row's last forward worked on
     while len(book.rows):
-        masked = book.answer() == model.config.mask_id
-        block = masked.argmax(1) // k  # the first that is not done
+        masked, first_mask, _ = book.look()
+        block = first_mask // k  # the first that is not done
         whole = (block != previous) | (cache == "none")
         low = book.prompt_len + block * k
         high = np.minimum(low + k, book.end)
         start = np.where(whole, 0, np.maximum(low - model.config.shift, 0))
         stop = np.where(whole | (cache == "prefix"), book.end, high)
-        book.forward(start, stop)
-        token, probability, confidence = book.predict(masked & (np.arange(book.A) // k == block[:, None]))
-        book.commit(accept(probability, confidence, tau_conf, np.ones(len(block), bool)), token)
-        answer = book.answer()
-        undecided = first(answer == model.config.mask_id)
-        previous = book.finish(
-            (undecided == book.A) | (undecided > first(answer == model.config.eos_id)), block
-        )
+        where = (masked & (np.arange(book.A) // k == block[:, None])).ravel().nonzero()[0]
+        token, probability, confidence = book.forward(start, stop, where)
+        chosen = accept(probability, confidence, tau_conf, where // book.A, np.ones(len(block), bool))
+        book.commit(where[chosen], token[chosen])
+        _, first_mask, first_eos = book.look()
+        previous = book.finish(first_mask >= first_eos, block)  # both A where there is neither
     return book.out
 
 
@@ -668,41 +684,40 @@ def pipelined_decode(
     k, A, N, c = block_size, max_new_tokens, -(-max_new_tokens // block_size), model.config
     book = Book(model, prompts, A, see_blocks(k), sampling, watch, use_cache, N * k)
     size = np.minimum(k, A - k * np.arange(N))  # positions of each block: the last may be short
-    events = np.array([c.mask_id, c.eos_id])[:, None, None]
-    n_open = np.zeros(len(book.rows), np.int64)
+    # masks that the prompt, then each block, may have left to count as decoded to tau
+    add, act = (np.append(0, masks_left(size, tau)) for tau in (tau_add, tau_act))
+    add[N] = -1  # there is nothing to open behind the last block
+    n_open, column = np.zeros(len(book.rows), np.int64), np.arange(N * k)
     while len(book.rows):
-        B, hit = len(book.rows), book.answer() == events
-        first_mask, first_eos = first(hit)
-        masked = hit[0].reshape(B, N, k)
-        left = masked.sum(-1)  # (B, N)
-        decoded = np.ones((B, N + 1))  # decoded fractions in double precision; the prompt is block 0
-        decoded[:, 1:] = (size - left) / size
+        B, (masked, first_mask, first_eos) = len(book.rows), book.look()
+        left = np.zeros((B, N + 1), np.int64)  # masks of the prompt and of each block
+        masked.reshape(B, N, k).sum(-1, out=left[:, 1:])
 
         # lines 3-5: open a block when the last open one is decoded to tau_add, unless an EOS is committed
-        may_open = (n_open < N) & (first_eos == N * k) & (decoded[np.arange(B), n_open] >= tau_add)
-        opened = n_open + may_open
+        may_open = (left <= add)[book.batch, n_open]
         if stop_at_eos:  # a block behind one that holds EOS changes nothing that is kept
-            opened = np.minimum(opened, first_eos // k + 1)
-        done = (first_mask >= opened * k) | (first_mask > first_eos) & stop_at_eos
+            opened = np.minimum(n_open + may_open, first_eos // k + 1)
+        else:
+            opened = n_open + (may_open & (first_eos == N * k))
+        done = first_mask >= (first_eos if stop_at_eos else opened * k)
         if done.any():
             n_open = book.finish(done, n_open)
             continue
         n_open = opened
 
         # lines 6-8: a block is fully activated when the one before is decoded to tau_act (and stays so)
-        is_open = np.arange(N) < n_open[:, None]
-        full = is_open & (decoded[:, :-1] >= tau_act)
+        full = (left <= act)[:, :-1]
 
         # line 9: one forward over what is not cached; blocks complete before it are final after it
-        start = np.maximum(book.n_cached - c.shift, 0) * use_cache  # output i - 1 predicts token i
-        book.forward(start, np.minimum(book.prompt_len + n_open * k, book.end))
-        n_final = book.prompt_len + first_mask // k * k
+        stop = np.minimum(n_open * k, A)
+        where = (masked & (column < stop[:, None])).ravel().nonzero()[0]
+        block, n_final = where // k, book.prompt_len + first_mask // k * k
+        start = np.maximum(book.n_cached - c.shift, 0)  # output i - 1 predicts token i
+        token, probability, confidence = book.forward(start, book.prompt_len + stop, where)
 
         # lines 10-16: commit what is above tau_conf; a fully activated block at least its best
-        token, probability, confidence = book.predict(masked & is_open[:, :, None])
-        book.commit(
-            accept(probability, confidence, tau_conf, full & (left > 0)), token, n_final, full, n_open
-        )
+        chosen = accept(probability, confidence, tau_conf, block, full)
+        book.commit(where[chosen], token[chosen], n_final, full, n_open)
     return book.out
 
 

@@ -599,7 +599,8 @@ def test_confidence_ties_go_to_the_left():
     """
     c = np.array([[0.5, 0.7, -np.inf, 0.7 + 1e-7, 0.1, -np.inf], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
     assert d2f.ranks(c).tolist() == [[2, 0, 4, 1, 3, 5], [5, 4, 3, 2, 1, 0]]
-    assert d2f.accept(np.zeros((2, 6)), c, 0.9, np.array([True, True])).argmax(1).tolist() == [1, 5]
+    block, must = np.repeat([0, 1], 6), np.array([True, True])
+    assert d2f.accept(np.zeros(12), c.ravel(), 0.9, block, must).nonzero()[0].tolist() == [1, 11]
 
 
 @section("decode")
@@ -672,6 +673,7 @@ def test_committed_and_cached_tokens_never_change():
 
         def watch(step, history=history):
             history.append((step.tokens[0].copy(), int(step.n_final[0]), int(step.n_open[0])))
+            assert step.full[0, 0] and not step.full[0, step.n_open[0] :].any()
 
         settings = dict(tau_conf=0.5, tau_act=0.5, stop_at_eos=False, watch=watch)
         d2f.pipelined_decode(model, random_prompts(seed, [5]), 21, 4, **settings)
