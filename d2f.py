@@ -47,6 +47,7 @@ from tiny_models import (
     open_checkpoint,
     read_config,
     read_sum,
+    to_host,
 )
 
 # ----------------------------------------------------------------------------- block-causal attention (Eq. 2)
@@ -251,14 +252,6 @@ class Chooser:
         """draw(n, generator) for the n positions of each prompt, from its own generator: [M, ...]."""
         counts = np.bincount(rows, minlength=len(self.generators))
         return torch.cat([draw(int(n), g) for n, g in zip(counts, self.generators, strict=True)])
-
-
-def to_host(token, *floats):
-    """numpy arrays of 1-D tensors in one synchronisation; an id below 2**24 survives as a float32."""
-    if token.is_cpu:
-        return [t.numpy() for t in (token, *floats)]
-    token, *floats = torch.stack((token.float(), *floats)).cpu().numpy()
-    return [token.astype(np.int64), *floats]
 
 
 def keep_top(logits, top_p: float | None, top_k: int | None):

@@ -51,6 +51,7 @@ from tiny_models import (
     load_checkpoint,
     open_checkpoint,
     read_config,
+    to_host,
 )
 
 # ---------------------------------------------------------------------- training (arXiv 2502.05171, Sec. 3.3)
@@ -137,8 +138,14 @@ class Decoded:
     positions: int = 0  # positions that went through R, summed over its calls
     cache_bytes: int = 0
     core_cache_bytes: int = 0  # the part that the shared cache makes independent of r
-    mean_wave: float = 0.0  # positions a step and row, the prompt's step not counted
-    max_wave: int = 0
+    row_steps: int = 0  # steps, each counted once a row; here and below without the prompt's step
+    row_positions: int = 0  # positions of all rows in all steps
+    max_wave: int = 0  # the most positions of a row in a step
+
+    @property
+    def mean_wave(self) -> float:
+        """Positions of a row in a step."""
+        return self.row_positions / max(self.row_steps, 1)
 
 
 Watch = Callable[[Step], None]
@@ -153,10 +160,10 @@ class Book:
     """The host's side of a decode: token buffer, lengths and the calls of the network. Rows that are done
     leave it.
 
-    tokens int64 [B, L + 1]; prompt_len, end, n, rows int64 [B]: the answer's bounds, how many tokens are
-    frozen, and the row's index in the caller's list. states [B, L + 1, d], on the device: the latent state of
-    every position, initial states to begin with, so that opening a position costs nothing. Position L takes
-    what pads short rows.
+    tokens int64 [B, L + 1]; prompt_len, end, n, rows, passes int64 [B]: the answer's bounds, how many tokens
+    are frozen, the row's index in the caller's list, its calls of R. states [B, L + 1, d], on the device: the
+    latent state of every position, initial states to begin with, so that opening a position costs nothing.
+    Position L takes what pads short rows.
     """
 
     def __init__(self, model, prompts, max_new_tokens, sampling, watch, n_slots=1, whole_context=False):
@@ -173,9 +180,13 @@ class Book:
         for row, prompt in zip(self.tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         self.generators = [torch.Generator().manual_seed(self.s.seed + b) for b in range(len(prompts))]
+        self.passes, column = np.zeros_like(self.n), np.arange(self.L + 1)
+        self.inside_answer = (column >= self.prompt_len[:, None]) & (column < self.end[:, None])
+        self.last_of_answer = column == self.end[:, None] - 1
         self.states = self.draw_states(self.limit, self.L + 1) * self.s.init_scale
         self.cache = model.new_cache(len(prompts), self.L, n_slots)
-        self.per_row = ["prompt_len", "end", "limit", "n", "rows", "tokens", "states"]
+        self.per_row = ["prompt_len", "end", "limit", "n", "rows", "passes", "tokens", "states"]
+        self.per_row += ["inside_answer", "last_of_answer"]
         self.banned = torch.zeros(self.c.vocab_size, device=model.device)
         self.banned[self.c.n_tokens :] = float("-inf")
         if self.c.pad_id != self.c.eos_id:
@@ -184,7 +195,6 @@ class Book:
         self.out = Decoded([[]] * len(prompts), cache_bytes=self.cache.nbytes)
         self.out.row_passes = np.zeros(len(prompts), np.int64)
         self.out.core_cache_bytes = round(share * self.cache.nbytes)
-        self.row_steps = 0
 
     def draw_states(self, counts, width: int):
         """Random states [B, width, d]: row b draws counts[b] of them from its own generator, zeros behind."""
@@ -197,19 +207,20 @@ class Book:
         """Open the window [start, stop) of each row, int [B] each: its tokens [B, T] on the device, and the
         window.
 
-        Sets inside (bool [B, T], True = no padding) and index (the window's place in tensors like states).
+        Sets sizes [B], their sum n_positions, inside (bool [B, T], True = no padding) and the window's place
+        in arrays [B, L + 1, ...]: on the host (place) and on the device (index).
         """
-        self.start, self.stop, length = start, stop, int((stop - start).max())
-        self.inside = np.arange(length) < (stop - start)[:, None]
-        if (start == start[0]).all() and (stop == stop[0]).all():
-            where = int(start[0])
-            tokens = self.tokens[:, where : where + length]
+        self.start, self.stop, self.sizes, a = start, stop, stop - start, int(start[0])
+        length, self.n_positions = int(self.sizes.max()), int(self.sizes.sum())
+        self.inside = np.arange(length) < self.sizes[:, None]
+        if len(start) == 1 or (start == a).all() and (self.sizes == length).all():
+            self.place = self.index = slice(None), slice(a, a + length)
+            window = self.model.window(length, a, self.cache)
         else:
-            where = self.positions()
-            tokens = np.take_along_axis(self.tokens, where, 1)
-        window = self.model.window(length, where, self.cache)
-        self.index = (slice(None) if isinstance(where, int) else self.cache.rows), self.cache.at
-        return torch.from_numpy(tokens).to(self.model.device), window
+            self.place = np.arange(len(start))[:, None], self.positions()
+            window = self.model.window(length, self.place[1], self.cache)
+            self.index = self.cache.rows, self.cache.at
+        return torch.from_numpy(self.tokens[self.place]).to(self.model.device), window
 
     def positions(self):
         """int [B, T]: the positions of the open window, L where a short row is padded."""
@@ -217,16 +228,18 @@ class Book:
 
     def recur(self, z, e, window, r: int):
         """r recurrences of the open window, counted."""
+        self.count(r, r, r * self.n_positions)
         for i in range(r):
             z = self.model.recur(z, e, window, i)
-        self.count(r, r)
         return z
 
-    def count(self, calls: int, needed):
-        """Note calls of R on the open window, of which each row needed this many, int or int [B]."""
+    def count(self, calls: int, needed, positions: int):
+        """Note calls of R on the open window: how many each row needed, int or int [B], and of how many
+        positions.
+        """
         self.out.core_passes += calls
-        self.out.row_passes[self.rows] += needed
-        self.out.positions += int((self.inside.sum(1) * needed).sum())
+        self.passes += needed
+        self.out.positions += positions
 
     def run(self, start, stop, r: int):
         """A whole forward over [start, stop): P, r recurrences of initial states, C -> logits [B, T, V]."""
@@ -256,10 +269,7 @@ class Book:
         """
         logits = logits.float() + self.banned
         token = logits.argmax(-1) if self.s.temperature == 0 else self.draw(logits, counts)
-        if distance is None:
-            return token.cpu().numpy(), None
-        token, distance = torch.stack((token.double(), distance.double())).cpu().numpy()
-        return token.astype(np.int64), distance
+        return to_host(token) + [None] if distance is None else to_host(token, distance)
 
     def draw(self, logits, counts):
         """One token for each of logits [B, T, V]: the inverse cumulative distribution at uniform draws."""
@@ -282,23 +292,23 @@ class Book:
         """Freeze tokens [0, n) of each row, n int [B]. The cache commits by moving this number."""
         before, self.n = self.n, n
         if self.out.steps > 1:
-            sizes = self.stop - self.start
-            self.row_steps += len(sizes)
-            self.out.mean_wave += (sizes.sum() - len(sizes) * self.out.mean_wave) / self.row_steps
-            self.out.max_wave = max(self.out.max_wave, int(sizes.max()))
+            self.out.row_steps += len(n)
+            self.out.row_positions += self.n_positions
+            self.out.max_wave = max(self.out.max_wave, self.inside.shape[1])
         if self.watch:
             live = self.rows, self.tokens, self.prompt_len, self.start, self.stop
             self.watch(Step(*live, before, n, recurrences, **seen))
 
     def unfinished(self, stop=False) -> bool:
         """Take out the rows whose answer is full or holds a frozen EOS (with stop: all). Are any left?"""
-        column = np.arange(self.L + 1)
-        answer = (column >= self.prompt_len[:, None]) & (column < np.minimum(self.n, self.end)[:, None])
-        done = (self.n >= self.end) | ((self.tokens == self.c.eos_id) & answer).any(1) | stop
+        ending = (self.tokens == self.c.eos_id) & self.inside_answer | self.last_of_answer
+        done = (ending.argmax(1) < self.n) | stop
         if not done.any():
             return True
         for b in np.flatnonzero(done):
-            self.out.answers[self.rows[b]] = cut(self.tokens[b][answer[b]], self.c.eos_id)
+            answer = self.tokens[b, self.prompt_len[b] : min(self.n[b], self.end[b])]
+            self.out.answers[self.rows[b]] = cut(answer, self.c.eos_id)
+            self.out.row_passes[self.rows[b]] = self.passes[b]
         keep = np.flatnonzero(~done)
         if len(keep):
             self.generators = [self.generators[b] for b in keep]
@@ -310,8 +320,9 @@ class Book:
 
 def relative_distance(z, before):
     """delta = ||z - before|| / ||z|| of states [B, T, d] -> float32 [B, T]."""
-    z, before = z.float(), before.float()
-    return torch.linalg.vector_norm(z - before, dim=-1) / torch.linalg.vector_norm(z, dim=-1)
+    z = z.float()
+    step = z - before
+    return (torch.linalg.vecdot(step, step) / torch.linalg.vecdot(z, z)).sqrt()
 
 
 # ----------------------------------------------------------------------------- the samplers it is compared to
@@ -377,23 +388,22 @@ def settle(book, e, window, r: int, eps: float, norm: str = "mean"):
     cache, z = book.cache, book.states[book.index]
     running, spent = np.ones(len(e), bool), np.zeros(len(e), np.int64)
     at, n_keys = cache.at, cache.n_keys
-    while running.any() and spent.max() < r:
+    for _ in range(r):
         new = book.model.recur(z, e, window)
-        delta = relative_distance(new, z).cpu().numpy()
-        z = (
-            new
-            if running.all()
-            else torch.where(torch.from_numpy(running).to(z.device)[:, None, None], new, z)
-        )
+        delta = np.where(book.inside, relative_distance(new, z).cpu().numpy(), 0)
+        if running.all():
+            z = new
+        else:
+            z = torch.where(torch.from_numpy(running).to(z.device)[:, None, None], new, z)
         spent += running
-        delta = np.where(book.inside, delta, 0)
-        settled = (delta.max(1) if norm == "max" else delta.sum(1) / book.inside.sum(1)) < eps
-        if (running & settled).any():
-            running &= ~settled
+        running &= ~((delta.max(1) if norm == "max" else delta.sum(1) / book.sizes) < eps)
+        if not running.any():
+            break
+        if not running.all():
             elsewhere = np.where(running[:, None], book.positions(), book.L)
             cache.open(torch.from_numpy(elsewhere).to(z.device), n_keys)
     cache.open(at, n_keys)
-    book.count(int(spent.max()), spent)
+    book.count(int(spent.max()), spent, int((book.sizes * spent).sum()))
     return z, spent
 
 
@@ -521,15 +531,15 @@ def wavefront_decode(
         if not left:
             break
         tokens, window = book.open(book.n - 1, book.n_open)
-        e = s.eta * book.momentum[book.index] + (1 - s.eta) * model.embed(tokens, window)
-        before, compared = previous_states(book, s)
-        z = book.recur(add_noise(book, s, r), e, window, s.inner)
-        logits, delta = model.decode(z, window), relative_distance(z, before)
-        proposed, delta = book.choose(logits, book.stop - book.start, delta)
+        e = torch.lerp(model.embed(tokens, window), book.momentum[book.index], s.eta)
+        z = book.states[book.index]
+        before, compared = previous_states(book, s, z)
+        z = book.recur(add_noise(book, s, r, z), e, window, s.inner)
+        proposed, delta = book.choose(model.decode(z, window), book.sizes, relative_distance(z, before))
         book.states[book.index], book.momentum[book.index] = z, e
-        propose(book, proposed)
-        settled = settled_positions(book, s, r, np.where(compared, delta, np.nan))
-        move(book, s, *freeze(book, s, settled), r, np.where(compared, delta, np.nan))
+        propose(book, s, proposed)
+        settled = settled_positions(book, s, r, delta, compared)
+        move(book, s, *freeze(book, s, settled), r, delta, compared)
         left = book.unfinished()
     book.unfinished(stop=True)
     return book.out
@@ -550,10 +560,10 @@ def start_wave(book):
     book.momentum[book.index] = book.model.embed(tokens, window)
 
 
-def previous_states(book, s: Wave):
-    """The states [B, T, d] that new ones are compared with, and where there is one, bool [B, T]."""
+def previous_states(book, s: Wave, z):
+    """The states [B, T, d] that new ones, from z, are compared with, and where there is one, bool [B, T]."""
     if not s.released_alignment:
-        return book.states[book.index], book.inside
+        return z, book.inside
     at = (book.start + book.moved)[:, None] + np.arange(book.inside.shape[1])
     return book.states[np.arange(len(at))[:, None], np.minimum(at, book.L)], at < book.stop[:, None]
 
@@ -563,39 +573,38 @@ def recurrences_spent(book, s: Wave, r: int):
     return s.inner * book.age + r * (np.arange(book.L + 1) <= book.prompt_len[:, None])
 
 
-def add_noise(book, s: Wave, r: int):
+def add_noise(book, s: Wave, r: int, z):
     """(1 - beta_t) z + beta_t noise, where beta_t falls with the recurrences spent on the position."""
-    z = book.states[book.index]
     if s.beta == 0:
         return z
-    spent = np.take_along_axis(recurrences_spent(book, s, r), book.positions(), 1)  # (B, T)
+    spent = recurrences_spent(book, s, r)[book.place]  # (B, T)
     share = s.beta / (1 + spent) if s.noise != "constant" else np.full(spent.shape, s.beta)
     share = torch.from_numpy(share).to(z)[:, :, None]
-    noise = book.draw_states(book.stop - book.start, z.shape[1])
+    noise = book.draw_states(book.sizes, z.shape[1])
     if s.noise == "sqrt":
         return (1 - share).sqrt() * z + share.sqrt() * noise
     return (1 - share) * z + share * noise
 
 
-def propose(book, proposed):
+def propose(book, s: Wave, proposed):
     """The prediction [B, T] of every open position becomes the provisional token behind it."""
-    b, j = np.nonzero(book.inside)
-    at = book.start[b] + j
-    before = book.tokens[b, at]
-    book.tokens[b, at + 1] = proposed[b, j]
-    book.stable[b, at] += book.tokens[b, at] == before
-    book.age[b, at] += 1
-
-
-def settled_positions(book, s: Wave, r: int, delta):
-    """bool [B, T]: the open positions that the exit rule lets go."""
-    if s.exit == "distance":
-        return delta < s.eps
-    at = book.positions()
+    rows, at = book.place
+    behind = slice(at.start + 1, at.stop + 1) if isinstance(at, slice) else np.minimum(at + 1, book.L)
+    before = book.tokens[book.place].copy() if s.exit == "stability" else None
+    book.tokens[rows, behind] = proposed
     if s.exit == "stability":
-        return book.inside & (np.take_along_axis(book.stable, at, 1) > r // s.inner)
+        book.stable[book.place] += book.tokens[book.place] == before
+    book.age[book.place] += 1
+
+
+def settled_positions(book, s: Wave, r: int, delta, compared):
+    """bool [B, T]: the open positions that the exit rule lets go. delta means something where compared."""
+    if s.exit == "distance":
+        return (delta < s.eps) & compared
+    if s.exit == "stability":
+        return book.inside & (book.stable[book.place] > r // s.inner)
     steps = r // s.inner + 2 if s.released_alignment else -(-r // s.inner)
-    return book.inside & (np.take_along_axis(book.age, at, 1) >= steps)
+    return book.inside & (book.age[book.place] >= steps)
 
 
 def freeze(book, s: Wave, settled):
@@ -609,24 +618,29 @@ def freeze(book, s: Wave, settled):
     """
     last_wanted = book.limit - (0 if s.released_alignment else 1)  # the answer's last token predicts nothing
     room = np.minimum(book.n - 1 + s.max_wave, last_wanted)
-    n_open = np.maximum(book.n_open, np.minimum(book.n_open + s.headway, room))
+    n_open = np.minimum(book.n_open + s.headway, room)  # never less than before: room only grows
     if s.freeze == "prefix":
         settled = np.logical_and.accumulate(settled, 1)
-    p = book.start + settled.shape[1] - 1 - settled[:, ::-1].argmax(1)
-    alone = (p + 1 == last_wanted) | (s.max_wave == 1) | (s.exit == "fixed")
-    n = np.where(settled.any(1), np.maximum(book.n, p + 1 + alone), book.n)
+    behind = book.start + (settled * np.arange(1, settled.shape[1] + 1)).max(1)  # p + 1, or the head: n - 1
+    alone = s.max_wave == 1 or s.exit == "fixed" or behind == last_wanted
+    n = np.maximum(book.n, behind + alone)
     return n, np.maximum(n_open, n)
 
 
-def move(book, s: Wave, n, n_open, r: int, delta):
+def move(book, s: Wave, n, n_open, r: int, delta, compared):
     """Advance the head to n and the front to n_open; fill what is new there."""
     book.moved, opened, book.n_open = n - book.n, book.n_open, n_open
-    for b, (old, new) in enumerate(zip(opened, n_open, strict=True)):
-        if new > old + 1:  # headway: nothing predicts these tokens yet
-            book.tokens[b, old + 1 : new] = random_tokens(book.generators[b], new - old - 1, book.c.n_tokens)
-        if new > old and s.continuous:
-            book.states[b, old:new] = book.states[b, old - 1]
-    seen = {"n_open": n_open, "spent": recurrences_spent(book, s, r), "distance": delta} if book.watch else {}
+    if s.headway > 1 or s.continuous:
+        for b, (old, new) in enumerate(zip(opened, n_open, strict=True)):
+            if new > old + 1:  # headway: nothing predicts these tokens yet
+                fillers = random_tokens(book.generators[b], new - old - 1, book.c.n_tokens)
+                book.tokens[b, old + 1 : new] = fillers
+            if new > old and s.continuous:
+                book.states[b, old:new] = book.states[b, old - 1]
+    seen = {}
+    if book.watch:
+        distance = np.where(compared, delta, np.nan)
+        seen = {"n_open": n_open, "spent": recurrences_spent(book, s, r), "distance": distance}
     book.out.steps += 1
     book.advance(n, s.inner, **seen)
 

@@ -978,6 +978,14 @@ def check_base(lora, base: str | None, folder, any_base: bool):
 # -------------------------------------------------------------------------------- what goes in and comes out
 
 
+def to_host(token, *floats):
+    """numpy arrays of tensors of one shape, in one synchronisation: ids below 2**24 survive as float32."""
+    if token.is_cpu:
+        return [t.numpy() for t in (token, *floats)]
+    token, *floats = torch.stack((token.float(), *floats)).cpu().numpy()
+    return [token.astype(np.int64), *floats]
+
+
 def check_prompts(prompts, max_new_tokens: int, config, shortest: int = 0) -> list[np.ndarray]:
     """Prompts (token ids; one prompt or a list) as int arrays; ValueError for what cannot be decoded."""
     if isinstance(prompts, np.ndarray | torch.Tensor) or (len(prompts) and np.ndim(prompts[0]) == 0):
