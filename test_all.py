@@ -1113,10 +1113,26 @@ def test_quick_run_prints_every_row_and_a_second_run_reuses_its_phases():
             "answers of a batch equal to single ones, of 8, wave, r' 1: 8.00",
             "D2F beats threshold-parallel decoding from",
             "bare forward / pipelined step",
+            "bare loss and gradient / training step, teacher",
         ):
             assert line in text, line
         shape = run("train_tiny.py", "--quick", "--bench", "--full-shape", "--device", "cpu")
         assert re.search(r"eager: \d+\.\d forwards/s, \d+% of the", shape.stdout), shape.stderr[-2000:]
+
+
+@section("cli")
+def test_a_table_over_seeds_lists_every_claim_and_marks_what_is_missed():
+    """train_tiny.seeds_table: one line a claim, one column a seed; --seeds 0 is refused in one sentence."""
+    runs = [[train_tiny.Claim("exact", x, 0.98), train_tiny.Claim("speed", 4, 3.5, "k 8")] for x in (1, 0.5)]
+    assert train_tiny.seeds_table(runs).splitlines()[2:] == [
+        "|exact|0.98|1.00|0.50 NOT MET|",
+        "|speed|3.50|4.00|4.00|",
+    ]
+    assert str(runs[1][1]) == "- speed (k 8): 4.00 (claim: at least 3.50)"
+    assert str(runs[1][0]) == "- exact: 0.50 (claim: at least 0.98; NOT MET)"
+    for option, value, limit in (("--seeds", 0, "at least 1"), ("--seed", -1, "between 0 and 4294967295")):
+        p = run("train_tiny.py", "--quick", option, value)
+        assert p.returncode == 1 and p.stderr.strip() == f"{option} is {value}; it must be {limit}", p.stderr
 
 
 def check_recurrent_half(d: str, printed: str):

@@ -1287,6 +1287,11 @@ def fill_in(args, **defaults):
             setattr(args, name, value)
 
 
+def check_seed(seed: int):
+    if not 0 <= seed < 2**32:  # what both numpy and torch take, with room for a seed a row
+        raise ValueError(f"--seed is {seed}; it must be between 0 and {2**32 - 1}")
+
+
 def check_arguments(args):
     """What can be known to be wrong before minutes are spent on loading weights."""
     if args.prompt is not None and args.eval:
@@ -1300,6 +1305,7 @@ def check_arguments(args):
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
+    check_seed(args.seed)
     if args.bandwidth <= 0:
         raise ValueError(f"--bandwidth is {args.bandwidth:g}; it must be above 0 GB/s")
     for path in (args.eval, args.few_shot):

@@ -33,6 +33,7 @@ from tiny_models import (
     Static,
     Transformer,
     TransformerConfig,
+    check_seed,
     cut,
     in_groups,
     load_checkpoint,
@@ -540,37 +541,53 @@ def d2f_table(rows: list[Row], title: str, against: dict[str, Row]) -> str:
     return f"{title}\n\n{markdown(table)}"
 
 
-def claim(name: str, value: float, bound: float) -> str:
+@dataclass
+class Claim:
     """One line under a table: a figure of it against the bound that this project sets itself."""
-    return f"- {name}: {value:.2f} (claim: at least {bound:.2f}{'' if value >= bound else '; NOT MET'})"
+
+    name: str
+    value: float
+    bound: float
+    of: str = ""  # which rows, where that may differ from run to run
+
+    @property
+    def missed(self) -> str:
+        return "" if self.value >= self.bound else "NOT MET"
+
+    def __str__(self):
+        of, missed = self.of and f" ({self.of})", self.missed and f"; {self.missed}"
+        return f"- {self.name}{of}: {self.value:.2f} (claim: at least {self.bound:.2f}{missed})"
 
 
-def rivals(best: Row, others: list[Row]) -> list[str]:
+def lines(claims: list[Claim]) -> str:
+    return "\n".join(map(str, claims)) + "\n"
+
+
+def rivals(best: Row, others: list[Row]) -> list[Claim]:
     """D2F's speed against the fastest other row that is at most 2 points less accurate."""
-    fair, lines = [r for r in others if r.exact >= best.exact - 0.02], []
+    fair, claims = [r for r in others if r.exact >= best.exact - 0.02], []
     for what, speed in (("tokens/s", "speed"), ("tokens/s, batch 16", "throughput")):
         rival = max(fair or others, key=lambda r: getattr(r, speed))
         ratio = getattr(best, speed) / getattr(rival, speed)
-        lines.append(claim(f"{what}, D2F / fastest other row within 2 points ({rival.name})", ratio, 1))
-    return lines
+        claims.append(Claim(f"{what}, D2F / fastest other row within 2 points", ratio, 1, rival.name))
+    return claims
 
 
-def d2f_claims(rows: list[Row]) -> str:
+def d2f_claims(rows: list[Row]) -> list[Claim]:
     """The paper's claims in the table's own figures."""
     ar, vanilla, undistilled = rows[0], rows[1], rows[7]
     best, alone = max(((rows[11], rows[9]), (rows[10], rows[8])), key=lambda pair: pair[0].speed)
-    lines = [
-        claim("exact match, autoregressive", ar.exact, 0.98),
-        claim("exact match, teacher, vanilla", vanilla.exact, 0.97),
-        claim("exact match, D2F minus teacher", best.exact - vanilla.exact, -0.02),
-        claim("exact match, D2F minus undistilled, same settings", best.exact - undistilled.exact, 0.05),
-        claim("tokens per forward, D2F", best.tokens / best.forwards, 5),
-        claim("forwards, one block at a time / pipelined", alone.forwards / best.forwards, 1 / 0.7),
-        claim("tokens/s, D2F / autoregressive", best.speed / ar.speed, 3.5),
-        claim("tokens/s, D2F / vanilla", best.speed / vanilla.speed, 10),
+    return [
+        Claim("exact match, autoregressive", ar.exact, 0.98),
+        Claim("exact match, teacher, vanilla", vanilla.exact, 0.97),
+        Claim("exact match, D2F minus teacher", best.exact - vanilla.exact, -0.02),
+        Claim("exact match, D2F minus undistilled, same settings", best.exact - undistilled.exact, 0.05),
+        Claim("tokens per forward, D2F", best.tokens / best.forwards, 5),
+        Claim("forwards, one block at a time / pipelined", alone.forwards / best.forwards, 1 / 0.7),
+        Claim("tokens/s, D2F / autoregressive", best.speed / ar.speed, 3.5),
+        Claim("tokens/s, D2F / vanilla", best.speed / vanilla.speed, 10),
         *rivals(best, rows[:7]),
     ]
-    return "\n".join(lines)
 
 
 def machine(device: str) -> str:
@@ -626,7 +643,7 @@ def profile_rows(model, rows: list[Row], prompts, answer_len: int, methods: tupl
         )
 
 
-def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile: bool):
+def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile: bool) -> list[Claim]:
     """Evaluate the three models of a recipe; print their tables and write them to table.md.
 
     The second table has the same models and settings, on prompts with solved examples before the question.
@@ -635,7 +652,8 @@ def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile:
     rows = d2f_rows(lab, ar, teacher, student, n_validation)
     prompts = measure_rows(lab, rows, n_accuracy, n_speed)
     text = d2f_table(rows, caption(lab, student, prompts, n_speed), {"AR": rows[0], "vanilla": rows[1]})
-    text += f"\n\n{d2f_claims(rows)}\n"
+    claims = d2f_claims(rows)
+    text += "\n\n" + lines(claims)
     print(f"\n{text}")
     if profile:
         profile_rows(student, rows[-2:], prompts[:n_speed], lab.r.answer_len, ("hidden", "head"))
@@ -644,10 +662,13 @@ def d2f_job(lab: Lab, n_accuracy: int, n_speed: int, n_validation: int, profile:
         prompts = measure_rows(lab, many, n_accuracy // 2, n_speed // 3, lab.r.shots)
         more = f"{lab.r.shots} solved examples before each problem. "
         more = d2f_table(many, more + caption(lab, student, prompts, n_speed // 3), {"AR": many[0]})
-        more += "\n\n" + "\n".join(rivals(max(many[-2:], key=lambda r: r.speed), many[:4])) + "\n"
+        beyond = rivals(max(many[-2:], key=lambda r: r.speed), many[:4])
+        more += "\n\n" + lines(beyond)
         print(f"\n{more}")
         text += f"\n\n{more}"
+        claims += [replace(c, name=f"{lab.r.shots} examples: {c.name}") for c in beyond]
     write_text(lab.out / "table.md", text)
+    return claims
 
 
 # -------------------------------------------------------------------------------- recurrent depth (2nd paper)
@@ -756,7 +777,7 @@ def recurrent_table(rows: list[Row], title: str) -> str:
     return f"{title}\n\n{markdown(table)}"
 
 
-def recurrent_claims(rows: list[Row]) -> str:
+def recurrent_claims(rows: list[Row]) -> list[Claim]:
     """The paper's claims in the table's own figures: the fastest wave against what it is compared to."""
     named = {r.name: r for r in rows}
     base, full = named["static, r 32"], named["static, r 32, full cache"]
@@ -765,31 +786,41 @@ def recurrent_claims(rows: list[Row]) -> str:
     best = max(waves or rows[-1:], key=lambda r: r.speed)
     static = [r for r in rows if r.name.startswith("static") and r.exact >= best.exact - 0.01]
     cheap = max(static or [base], key=lambda r: r.speed)
-    lines = [
-        claim("exact match, static r 32", base.exact, 0.97),
-        claim("exact match, static r 32 minus r 1", base.exact - named["static, r 1"].exact, 0.2),
-        claim(f"exact match, {best.name}, minus static r 32", best.exact - base.exact, -0.01),
-        claim(f"tokens/s, {best.name} / static r 32", best.speed / base.speed, 4.5),
-        claim(f"tokens/s, {best.name} / {adaptive.name}", best.speed / adaptive.speed, 1),
-        claim(f"tokens/s, {best.name} / {cheap.name}, the fastest as accurate", best.speed / cheap.speed, 1),
-        claim("exact match, shared minus full cache", base.exact - full.exact, -0.01),
-        claim("core cache, full / shared", full.out.core_cache_bytes / base.out.core_cache_bytes, 32),
+    return [
+        Claim("exact match, static r 32", base.exact, 0.97),
+        Claim("exact match, static r 32 minus r 1", base.exact - named["static, r 1"].exact, 0.2),
+        Claim("exact match, wave minus static r 32", best.exact - base.exact, -0.01, best.name),
+        Claim("tokens/s, wave / static r 32", best.speed / base.speed, 4.5, best.name),
+        Claim("tokens/s, wave / adaptive", best.speed / adaptive.speed, 1),
+        Claim("tokens/s, wave / fastest static row as accurate", best.speed / cheap.speed, 1, cheap.name),
+        Claim("exact match, shared minus full cache", base.exact - full.exact, -0.01),
+        Claim("core cache, full / shared", full.out.core_cache_bytes / base.out.core_cache_bytes, 32),
     ]
-    return "\n".join(lines)
 
 
-def recurrent_job(lab: RecurrentLab, n_accuracy: int, n_speed: int, profile: bool):
+def recurrent_job(lab: RecurrentLab, n_accuracy: int, n_speed: int, profile: bool) -> list[Claim]:
     """Evaluate the recurrent-depth model; print its table and write it to table.md."""
     model = lab.phase("recurrent")
     rows = recurrent_rows(model)
     prompts = measure_rows(lab, rows, n_accuracy, n_speed)
     text = recurrent_table(rows, caption(lab, model, prompts, n_speed))
-    text += f"\n\n{recurrent_claims(rows)}\n"
+    claims = recurrent_claims(rows)
+    text += "\n\n" + lines(claims)
     print(f"\n{text}")
     write_text(lab.out / "table.md", text)
     if profile:
         waves, methods = [r for r in rows if "wave" in r.name], ("window", "embed", "recur", "decode")
         profile_rows(model, waves, prompts[:n_speed], lab.r.answer_len, methods)
+    return claims
+
+
+def seeds_table(runs: list[list[Claim]]) -> str:
+    """Every claim under each seed, in Markdown."""
+    table = []
+    for claims in zip(*runs, strict=True):
+        cells = {f"seed {i}": f"{c.value:.2f} {c.missed}".strip() for i, c in enumerate(claims)}
+        table.append({"claim": claims[0].name, "at least": f"{claims[0].bound:.2f}"} | cells)
+    return markdown(table)
 
 
 # -------------------------------------------------------------------------------------------- bench (--bench)
@@ -899,21 +930,21 @@ def bench_rows(lab: Lab, core) -> tuple[list[Row], list[Row]]:
 
 def network_claims(
     lab: Lab, rows: list[Row], prompts, answer_len: int, methods: tuple[str, ...]
-) -> list[str]:
+) -> list[Claim]:
     """For each row, the share of its time that passes in the network at batch 1."""
-    lines = []
+    claims = []
     for row in rows:
         decode = functools.partial(row.decode, max_new_tokens=answer_len)
         share, _ = network_share(row.decode.args[0], decode, list(prompts), methods)
-        lines.append(claim(f"share of a step in the network, batch 1, {row.name}", share, 0.85))
-    return lines
+        claims.append(Claim(f"share of a step in the network, batch 1, {row.name}", share, 0.85))
+    return claims
 
 
 def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
     """Batches, overhead and growth with length, as ratios measured in one run; written to bench.md."""
     core, n, batches = recurrent.phase("recurrent"), 8 if quick else 200, [1, 4] if quick else [1, 4, 16, 64]
     lengths = [32, 64] if quick else [64, 128, 256, 512, 1024]
-    lines, claims = [f"{machine(lab.device)}; {lab.r.task}; {recurrent.r.task}", ""], []
+    text, claims = [f"{machine(lab.device)}; {lab.r.task}; {recurrent.r.task}", ""], []
     methods = ("hidden", "head"), ("window", "embed", "recur", "decode")
     for here, rows, ours, inside, bound in zip(
         (lab, recurrent), bench_rows(lab, core), (2, 1), methods, (2.5, 4), strict=True
@@ -922,16 +953,17 @@ def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
         if lab.threads is None and lab.device == "cpu":
             fastest_threads(lambda row=rows[-1], A=A, some=prompts[:5]: [row.decode([p], A) for p in some])
         table = throughput_rows(rows, prompts, A, batches, lab.device)
-        lines += [markdown(table), ""]
+        text += [markdown(table), ""]
         ratio, name = table[-1][batch] / table[-1][1], rows[-1].name
-        claims.append(claim(f"tokens/s, batch {batch} / batch 1, {name}", ratio, bound))
+        claims.append(Claim(f"tokens/s, batch {batch} / batch 1, {name}", ratio, bound))
         equal = equal_answers(rows[-1], prompts, A)
-        claims.append(claim(f"answers of a batch equal to single ones, of {n}, {name}", equal, n))
+        claims.append(Claim(f"answers of a batch equal to single ones, of {n}, {name}", equal, n))
         claims += network_claims(lab, rows[-ours:], prompts[:50], A, inside)
     claims.append(llada_shape_claim(lab.device, 1 if quick else 5))
+    claims.append(training_claim(lab, 4 if quick else 40))
     for prompt_len in (32, 512):
         table = growth(prompt_len, lengths, lab.device)
-        lines += [
+        text += [
             markdown(table),
             "",
             f"D2F beats threshold-parallel decoding from {crossing(table, lengths)} on.",
@@ -939,21 +971,40 @@ def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
         ]
         first, last = (float(table[3][m].split()[0]) for m in (lengths[1], lengths[-1]))
         claims.append(
-            claim(f"ms a token, D2F, answers of {lengths[1]} / {lengths[-1]}", first / last, 1 / 1.5)
+            Claim(f"ms a token, D2F, answers of {lengths[1]} / {lengths[-1]}", first / last, 1 / 1.5)
         )
-    text = "\n".join(lines + claims) + "\n"
+    text = "\n".join([*text, lines(claims)])
     print(f"\n{text}")
     write_text(lab.out.parent / "bench.md", text)
 
 
-def llada_shape_claim(device: str, repeats: int) -> str:
+def llada_shape_claim(device: str, repeats: int) -> Claim:
     """A pipelined step of a wider random model against the bare forward on the same window."""
     size = dict(d_model=256, n_layers=8, n_heads=4, n_kv_heads=4, d_mlp=768, vocab_size=4096, n_tokens=4096)
     model = untrained(False, device, 256, **size, shift=False)
     decode = functools.partial(d2f.pipelined_decode, model, max_new_tokens=128, block_size=32)
     prompt = np.random.default_rng(0).integers(0, 60, 64)
     share, _ = network_share(model, decode, [prompt] * repeats, ("hidden", "head"))
-    return claim("bare forward / pipelined step, random LLaDA shape of d 256, 8 layers", share, 1 / 1.25)
+    return Claim("bare forward / pipelined step, random LLaDA shape of d 256, 8 layers", share, 1 / 1.25)
+
+
+def training_claim(lab: Lab, steps: int) -> Claim:
+    """A training step of the teacher against its bare loss and gradient on one batch."""
+    data, low = lab.data(1), lab.device.startswith("cuda")
+
+    def train(n):
+        model = lab.fresh(causal=False)
+        fit(model, functools.partial(teacher_loss, model), data, n, 0.0, "training steps", lambda: 0.0, low)
+
+    def bare():
+        for _ in range(steps):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=low):
+                loss = teacher_loss(model, *batch)
+            loss.backward()
+
+    train(2)  # warm-up
+    whole, model, batch = timed(lambda: train(steps), lab.device), lab.fresh(causal=False), next(data)
+    return Claim("bare loss and gradient / training step, teacher", timed(bare, lab.device) / whole, 0.9)
 
 
 def full_shape_job(device: str, compile: bool, quick: bool):
@@ -1039,6 +1090,7 @@ def parse_args(argv=None):
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--threads", type=int, help="CPU threads (default: measured, the faster of 1 and 2)")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seeds", type=int, help="so many seeds from 0, and their claims in out/seeds.md")
     return p.parse_args(argv)
 
 
@@ -1052,6 +1104,7 @@ def recipes_of(args) -> tuple[Recipe, RecurrentRecipe]:
         raise ValueError(f"--carry is {args.carry}; it must be between 0 and 1")
     if not 0 <= args.shots <= 4:
         raise ValueError(f"--shots is {args.shots}; it must be between 0 and 4")
+    check_seed(args.seed)
     task = Ledger(args.digits) if args.task == "ledger" else Addition(args.digits, args.carry)
     r = Recipe(task, args.block_size, shots=args.shots, from_scratch=args.from_scratch, seed=args.seed)
     recurrent = RecurrentRecipe(seed=args.seed)
@@ -1068,25 +1121,49 @@ def recipes_of(args) -> tuple[Recipe, RecurrentRecipe]:
     return r, recurrent
 
 
+def labs(args, out: str) -> tuple[Lab, RecurrentLab]:
+    """Both papers' recipes at work, in one folder."""
+    recipe, recurrent = recipes_of(args)
+    where = (out, args.device, args.retrain, args.threads)
+    return Lab(recipe, *where), RecurrentLab(recurrent, *where)
+
+
+def tables(args, out: str) -> list[Claim]:
+    """Train what is not there, measure, print the tables."""
+    lab, recurrent = labs(args, out)
+    n, n_validation = dict(n_accuracy=200, n_speed=50, profile=args.profile), 64
+    if args.quick:
+        n, n_validation = n | dict(n_accuracy=20, n_speed=3), 10
+    claims = []
+    if args.only in (None, "d2f"):
+        claims += d2f_job(lab, **n, n_validation=n_validation)
+    if args.only in (None, "recurrent"):
+        claims += recurrent_job(recurrent, **n)
+    return claims
+
+
 def main(argv=None):
     args = parse_args(argv)
-    n = dict(n_accuracy=20, n_speed=3) if args.quick else dict(n_accuracy=200, n_speed=50)
     out = f"{args.out}/quick" if args.quick else args.out
     try:
-        recipe, recurrent = recipes_of(args)
-        where = (out, args.device, args.retrain, args.threads)
-        if args.bench:
-            if args.full_shape:
-                full_shape_job(args.device, args.compile, args.quick)
-            else:
-                bench_job(Lab(recipe, *where), RecurrentLab(recurrent, *where), args.quick)
-            return
-        if args.only in Lab.PHASES:
-            Lab(recipe, *where).phase(args.only)
-        if args.only in (None, "d2f"):
-            d2f_job(Lab(recipe, *where), **n, n_validation=10 if args.quick else 64, profile=args.profile)
-        if args.only in (None, "recurrent"):
-            recurrent_job(RecurrentLab(recurrent, *where), **n, profile=args.profile)
+        if args.bench and args.full_shape:
+            full_shape_job(args.device, args.compile, args.quick)
+        elif args.bench:
+            bench_job(*labs(args, out), args.quick)
+        elif args.only in Lab.PHASES:
+            labs(args, out)[0].phase(args.only)
+        elif args.seeds is None:
+            tables(args, out)
+        else:
+            if args.seeds < 1:
+                raise ValueError(f"--seeds is {args.seeds}; it must be at least 1")
+            runs = []
+            for seed in range(args.seeds):
+                print(f"\nseed {seed}")
+                args.seed = seed
+                runs.append(tables(args, f"{out}/seed-{seed}"))
+            print(f"\n{seeds_table(runs)}")
+            write_text(Path(out) / "seeds.md", seeds_table(runs) + "\n")
     except ValueError as e:
         sys.exit(str(e))
     except KeyboardInterrupt:
