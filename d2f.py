@@ -33,7 +33,6 @@ import torch.nn.functional as F
 
 from tiny_models import (
     CharTokenizer,
-    Static,
     Transformer,
     add_checkpoint_arguments,
     addition_prompt,
@@ -205,30 +204,30 @@ class Chooser:
         for i in {config.mask_id, config.pad_id} - {-1, config.eos_id}:
             bias[i] = -np.inf
         self.bias = torch.from_numpy(bias).to(device)
+        self.usual = (sampling.temperature, sampling.confidence, sampling.deferred) == (0, "probability", ())
+        self.generators = []
         if sampling.temperature > 0 or sampling.confidence == "random":
             self.generators = [torch.Generator(device).manual_seed(sampling.seed + b) for b in range(batch)]
 
     def __call__(self, logits, rows):
-        """logits [M, V]; rows: int array [M], ascending, the prompt that each belongs to.
+        """logits [M, V]; rows: int array [M], ascending, the row of the batch that each belongs to.
 
         Returns host arrays [M]: token, its probability (among all ids, chosen or forbidden), its confidence.
         """
         logits = logits.float()
+        if self.usual:
+            token, probability = best(logits.softmax(-1) + self.bias)
+            return token, probability, probability
         if self.s.temperature > 0:
             logits = keep_top(logits / self.s.temperature, self.s.top_p, self.s.top_k)
         p = logits.softmax(-1)
-        if self.s.temperature > 0:
-            token = self.sample(p, rows)
-            probability = p.gather(1, token[:, None])[:, 0]
-        else:
-            probability, token = (p + self.bias).max(-1)
+        token = self.sample(p, rows) if self.s.temperature > 0 else (p + self.bias).argmax(-1)
         if self.s.deferred:
             deferred = torch.tensor(self.s.deferred, device=p.device)
             p = logits.index_fill(1, deferred, float("-inf")).softmax(-1)
-            probability = p.gather(1, token[:, None])[:, 0]
+        probability = p.gather(1, token[:, None])[:, 0]
         if self.s.confidence == "probability":
-            token, probability = to_host(token, probability)
-            return token, probability, probability
+            return to_host(token, probability, probability)
         return to_host(token, probability, self.confidence(p, rows))
 
     def confidence(self, p, rows):
@@ -249,9 +248,18 @@ class Chooser:
         return (p / noise + self.bias).argmax(-1)
 
     def draws(self, rows, draw):
-        """draw(n, generator) for the n positions of each prompt, from its own generator: [M, ...]."""
+        """draw(n, generator) for the n positions of each row, from its own generator: [M, ...]."""
         counts = np.bincount(rows, minlength=len(self.generators))
         return torch.cat([draw(int(n), g) for n, g in zip(counts, self.generators, strict=True)])
+
+
+def best(p):
+    """Index and value of the largest of each row of p [M, V], on the host. On a CPU numpy finds it sooner."""
+    if p.is_cpu:
+        p = p.numpy()
+        return p.argmax(-1), p.max(-1)
+    value, index = p.max(-1)
+    return to_host(index, value)
 
 
 def keep_top(logits, top_p: float | None, top_k: int | None):
@@ -379,33 +387,41 @@ class Book:
         there: token, probability, confidence, each [M]. cfg_scale: see `vanilla_decode`.
         """
         self.start, self.stop, rows = start, stop, where // self.width
+        window = self.window(self.tokens, start, stop)
         # token P + i is predicted by output P + i - shift: from its place among B x width to that among B x T
-        offset = self.offset - start + (stop - start).max() * self.batch
-        at, rows = torch.from_numpy(where + offset.take(rows)).to(self.device), self.rows.take(rows)
-        hidden = self.run(self.tokens, start, stop)
+        offset = self.offset - start + window[0].shape[1] * self.batch
+        at = torch.from_numpy(where + offset.take(rows)).to(self.device)
+        hidden = self.run(*window)
         if cfg_scale > 0:  # logits = u + (cfg + 1)(c - u), u without the prompt; the head is linear
             in_prompt = np.arange(self.tokens.shape[1]) < self.prompt_len[:, None]
             unseen = np.where(in_prompt, self.config.mask_id, self.tokens)
-            hidden = torch.lerp(self.run(unseen, start, stop), hidden, cfg_scale + 1)
+            hidden = torch.lerp(self.run(*self.window(unseen, start, stop)), hidden, cfg_scale + 1)
         return self.read(hidden.flatten(0, 1), at, rows)
 
-    def run(self, tokens, start, stop):
-        """Hidden states [B, T, d] of positions [start, stop) of each row of tokens."""
+    def window(self, tokens, start, stop):
+        """Tokens [B, T], positions and mask of the window [start, stop) of each row."""
         a, b = int(start[0]), int(stop[0])
         if self.alike and (len(start) == 1 or bool((start == a).all() and (stop == b).all())):
-            at, window, mask = a, tokens[:, a:b], self.mask(a, b)
-        else:
-            at, window, mask = self.ragged_window(tokens, start, stop)
+            return tokens[:, a:b], a, self.mask(a, b)
+        at = start[:, None] + np.arange((stop - start).max())
+        flat = self.origin + np.minimum(at, stop[:, None] - 1)
+        see = torch.from_numpy(self.see.take(flat)).to(self.device)
+        mask = torch.arange(int(see[:, -1].max()), device=self.device) < see[:, None, :, None]
+        # what pads a short row is written to the cache's scrap position
+        return tokens.take(flat), np.where(at < stop[:, None], at, tokens.shape[1]), mask
+
+    def run(self, tokens, at, mask):
+        """Hidden states [B, T, d] of a window."""
         self.out.forwards += 1
-        self.out.positions += window.size
-        return self.model.hidden(torch.from_numpy(window).to(self.device), at, mask, self.cache)
+        self.out.positions += tokens.size
+        return self.model.hidden(torch.from_numpy(tokens).to(self.device), at, mask, self.cache)
 
     def mask(self, a: int, b: int):
         """bool [b - a, keys], True = may attend, of positions [a, b) of rows that are alike. All positions'
         masks are made once. None where each position sees [0, b) and nothing else.
         """
         # sight never shrinks from left to right, so its extremes are those of the window's ends
-        least, n_keys = self.see[0, a], self.see[0, b - 1]
+        least, n_keys = self.see.item(a), self.see.item(b - 1)
         if least == n_keys == b and not (self.config.causal and b - a > 1):
             return None
         if self.masks is None:
@@ -413,17 +429,8 @@ class Book:
             self.masks = torch.from_numpy(see_key).to(self.device)
         return self.masks[a:b, :n_keys]
 
-    def ragged_window(self, tokens, start, stop):
-        """Positions [B, T], tokens [B, T] and mask [B, 1, T, keys] of windows that differ from row to row."""
-        at = start[:, None] + np.arange((stop - start).max())
-        flat = self.origin + np.minimum(at, stop[:, None] - 1)
-        see = torch.from_numpy(self.see.take(flat)).to(self.device)
-        mask = torch.arange(int(see[:, -1].max()), device=self.device) < see[:, None, :, None]
-        # what pads a short row is written to the cache's scrap position
-        return np.where(at < stop[:, None], at, tokens.shape[1]), tokens.take(flat), mask
-
     def read(self, hidden, at, rows):
-        """What `Chooser` makes of the outputs at (int [M]) for prompts rows [M], so many at a time as fit."""
+        """What `Chooser` makes of the outputs at (int [M]) for rows [M], so many at a time as fit."""
         if len(at) > (most := max(1, LOGITS // self.config.vocab_size)):
             parts = [self.read(hidden, at[i : i + most], rows[i : i + most]) for i in range(0, len(at), most)]
             return map(np.concatenate, zip(*parts, strict=True))
@@ -445,7 +452,7 @@ class Book:
 
     def finish(self, done, state=None):
         """Take the rows where done [B] out of the batch; returns the rest of the decoder's own state [B]."""
-        if not done.any():
+        if not np.count_nonzero(done):
             return state
         for b in np.flatnonzero(done):
             answer = self.tokens[b, self.prompt_len[b] : self.prompt_len[b] + self.A]
@@ -455,6 +462,8 @@ class Book:
         keep = np.flatnonzero(~done)
         self.tokens, self.prompt_len, self.see = self.tokens[keep], self.prompt_len[keep], self.see[keep]
         self.n_cached, self.rows = self.n_cached[keep], self.rows[keep]
+        if self.choose.generators:
+            self.choose.generators = [self.choose.generators[b] for b in keep]
         if self.cache is not None and len(keep):
             self.cache.keep(keep)
         self.index()
@@ -492,7 +501,7 @@ def accept(probability, confidence, tau_conf: float, block, must):
     lacking = must.flatten()  # a copy
     lacking[block[chosen]] = False
     of_lacking = lacking[block]
-    if of_lacking.any():
+    if np.count_nonzero(of_lacking):  # a quarter of the cost of any()
         best = np.full(lacking.shape, -np.inf)
         np.maximum.at(best, block, confidence)
         near = (of_lacking & (confidence >= best[block] - NOISE)).nonzero()[0]
@@ -677,9 +686,10 @@ def pipelined_decode(
     k, A, N, c = block_size, max_new_tokens, -(-max_new_tokens // block_size), model.config
     book = Book(model, prompts, A, see_blocks(k), sampling, watch, use_cache, N * k)
     size = np.minimum(k, A - k * np.arange(N))  # positions of each block: the last may be short
-    # masks that the prompt, then each block, may have left to count as decoded to tau
-    add, act = (np.append(0, masks_left(size, tau)) for tau in (tau_add, tau_act))
-    add[N] = -1  # there is nothing to open behind the last block
+    # masks that the prompt, then each block, may have left to count as decoded to tau_add and to tau_act
+    few = np.zeros((2, 1, N + 1), np.int64)
+    few[:, 0, 1:] = masks_left(size, tau_add), masks_left(size, tau_act)
+    few[0, 0, N] = -1  # there is nothing to open behind the last block
     n_open, column = np.zeros(len(book.rows), np.int64), np.arange(N * k)
     while len(book.rows):
         B, (masked, first_mask, first_eos) = len(book.rows), book.look()
@@ -687,19 +697,20 @@ def pipelined_decode(
         masked.reshape(B, N, k).sum(-1, out=left[:, 1:])
 
         # lines 3-5: open a block when the last open one is decoded to tau_add, unless an EOS is committed
-        may_open = (left <= add)[book.batch, n_open]
+        decoded_to_add, decoded_to_act = left <= few
+        may_open = decoded_to_add[book.batch, n_open]
         if stop_at_eos:  # a block behind one that holds EOS changes nothing that is kept
             opened = np.minimum(n_open + may_open, first_eos // k + 1)
         else:
             opened = n_open + (may_open & (first_eos == N * k))
         done = first_mask >= (first_eos if stop_at_eos else opened * k)
-        if done.any():
+        if np.count_nonzero(done):
             n_open = book.finish(done, n_open)
             continue
         n_open = opened
 
         # lines 6-8: a block is fully activated when the one before is decoded to tau_act (and stays so)
-        full = (left <= act)[:, :-1]
+        full = decoded_to_act[:, :-1]
 
         # line 9: one forward over what is not cached; blocks complete before it are final after it
         stop = np.minimum(n_open * k, A)
@@ -801,9 +812,6 @@ def parse_args(argv=None):
     p.add_argument("--steps", type=int, help="for --method vanilla (default: one a token)")
     p.add_argument("--trace", action="store_true", help="numbers instead of the picture, one line a forward")
     p.add_argument("--preset", choices=sorted({name for _, name in PRESETS}), help="settings of Table 8")
-    p.add_argument(
-        "--compile", action="store_true", help="torch.compile the layers, windows padded to few sizes"
-    )
     p.add_argument("--lora", help="PEFT folder, or its name on the hub, to merge")
     p.add_argument("--any-base", action="store_true", help="merge it although it names another base")
     add_checkpoint_arguments(p, METHODS)
@@ -851,7 +859,6 @@ def run_checkpoint(args):
     """Answer --prompt, or the problems of --eval, with a full checkpoint."""
     model, tokenizer = open_checkpoint(args, Transformer, lora=args.lora, any_base=args.any_base)
     settle_options(args, model.config.shift)
-    model = Static(model, torch.compile) if args.compile else model
     names = "checkpoint lora dtype method chat temperature top_p seed cache steps few_shot shots".split()
     settings = {name: getattr(args, name) for name in [*names, *DEFAULTS]}
 

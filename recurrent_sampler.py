@@ -219,7 +219,7 @@ class Book:
         else:
             self.place = np.arange(len(start))[:, None], self.positions()
             window = self.model.window(length, self.place[1], self.cache)
-            self.index = self.cache.rows, self.cache.at
+            self.index = self.cache.rows, self.cache.at[:, :length]
         return torch.from_numpy(self.tokens[self.place]).to(self.model.device), window
 
     def positions(self):
@@ -258,7 +258,8 @@ class Book:
         else:
             z, spent = settle(self, e, window, r, eps, norm)
         self.out.steps += 1
-        self.append(self.choose(self.model.decode(z, window, self.prompt_len - 1), 1)[0][:, 0], spent)
+        last = torch.from_numpy(self.prompt_len - 1).to(self.model.device)
+        self.append(self.choose(self.model.decode(z, window, last), 1)[0][:, 0], spent)
 
     def choose(self, logits, counts, distance=None):
         """Tokens of logits [B, T, V], and the distances [B, T] beside them, to the host: the one
@@ -381,27 +382,24 @@ def adaptive_decode(
 def settle(book, e, window, r: int, eps: float, norm: str = "mean"):
     """Recurrences of the open window until each row's delta is below eps: states [B, T, d], number [B].
 
-    norm: the "mean" delta of the row's positions (as released), or the largest, "max".
-
-    A row that has settled keeps its state; what it computes further goes to the cache's scrap position.
+    norm: the "mean" delta of the row's positions (as released), or the largest, "max". A row that has settled
+    keeps its state; what it computes further goes to the cache's scrap position.
     """
     cache, z = book.cache, book.states[book.index]
     running, spent = np.ones(len(e), bool), np.zeros(len(e), np.int64)
-    at, n_keys = cache.at, cache.n_keys
+    at, n_keys, still = cache.at, cache.n_keys, None
     for _ in range(r):
         new = book.model.recur(z, e, window)
         delta = np.where(book.inside, relative_distance(new, z).cpu().numpy(), 0)
-        if running.all():
-            z = new
-        else:
-            z = torch.where(torch.from_numpy(running).to(z.device)[:, None, None], new, z)
+        z = new if still is None else torch.where(still[:, None, None], new, z)
         spent += running
         running &= ~((delta.max(1) if norm == "max" else delta.sum(1) / book.sizes) < eps)
         if not running.any():
             break
         if not running.all():
-            elsewhere = np.where(running[:, None], book.positions(), book.L)
-            cache.open(torch.from_numpy(elsewhere).to(z.device), n_keys)
+            still = torch.from_numpy(running).to(z.device)
+            there = at if isinstance(at, torch.Tensor) else torch.from_numpy(book.positions()).to(z.device)
+            cache.open(torch.where(still[:, None], there, book.L), n_keys)
     cache.open(at, n_keys)
     book.count(int(spent.max()), spent, int((book.sizes * spent).sum()))
     return z, spent

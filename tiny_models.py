@@ -317,13 +317,13 @@ class Transformer(Network):
         With a cache, the window's K/V are written at its positions and it attends to cache[0 :
         mask.shape[-1]] (without a mask: to everything up to its own last position).
         """
-        return self.layers(tokens, *self.place(tokens.shape[1], start, mask, cache), cache)
+        return self.layers(tokens, (*self.place(tokens.shape[1], start, mask, cache), cache))
 
-    def layers(self, tokens, rope, mask, cache):
-        """The work of `hidden`, on tensors alone."""
+    def layers(self, tokens, window):
+        """The work of `hidden`, on tensors alone; window: (rope, mask, cache)."""
         x = self.embedding(tokens)  # (B, T, d)
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, mask, cache, i)
+            x = block(x, *window, i)
         return self.norm(x)
 
     def head(self, hidden):
@@ -350,59 +350,6 @@ class Transformer(Network):
             std = 0.02 if "embedding" in name else scale * p.shape[1] ** -0.5
             nn.init.normal_(p, 0.0, std, generator=generator)
         return self
-
-
-def first_line(error) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-class Static(nn.Module):
-    """A transformer whose windows have few sizes, so that it can be compiled: the decoders' view of a model.
-
-    Windows are padded to the next of `sizes`, their keys to the whole cache; padding is written to the
-    cache's scrap position. The output is the model's own. compile: how to compile the layers, for example
-    torch.compile; where that fails, the layers run as they are, with a sentence that says why.
-    """
-
-    def __init__(
-        self, model: Transformer, compile: Callable | None = None, sizes=(1, 8, 16, 32, 64, 128, 256)
-    ):
-        super().__init__()
-        self.model, self.config, self.sizes = model, model.config, sizes
-        self.head, self.new_cache = model.head, model.new_cache
-        self.run = compile(model.layers) if compile else model.layers
-
-    @property
-    def device(self):
-        return self.model.device
-
-    def hidden(self, tokens, start=0, mask=None, cache=None):
-        """See `Transformer.hidden`; without a cache, or for a window beyond the last size, it is that."""
-        (B, T), size = tokens.shape, next((n for n in self.sizes if n >= tokens.shape[1]), None)
-        if cache is None or size is None:
-            return self.model.hidden(tokens, start, mask, cache)
-        first = np.asarray(start)
-        at = np.full((B, size), cache.max_len)  # the scrap position
-        at[:, :T] = first if first.ndim == 2 else first.reshape(-1, 1) + np.arange(T)
-        at = torch.from_numpy(np.minimum(at, cache.max_len)).to(self.device)
-        if mask is None:  # as in `place`: everything up to the window's end, or causal
-            seen = at if self.config.causal else at[:, T - 1 : T].expand(B, size)
-            mask = torch.arange(cache.max_len, device=self.device) <= seen[:, None, :, None]
-        else:
-            mask = F.pad(mask, (0, cache.max_len - mask.shape[-1])).expand(B, 1, T, cache.max_len)
-            mask = F.pad(mask, (0, 0, 0, size - T), value=True)
-        rope, mask = self.model.place(size, at, mask, cache)
-        return self.call(F.pad(tokens, (0, size - T)), rope, mask, cache)[:, :T]
-
-    def call(self, *window):
-        try:
-            return self.run(*window)
-        except Exception as e:  # whatever a compiler trips over
-            if self.run == self.model.layers:
-                raise
-            print(f"not compiled: {type(e).__name__}: {first_line(e)}", file=sys.stderr)
-            self.run = self.model.layers
-            return self.run(*window)
 
 
 # -------------------------------------------------------------------------------------------- recurrent depth
@@ -476,13 +423,13 @@ class RecurrentDepth(Network):
     def decode(self, state, window, last=None):
         """C: states [B, T, d] -> logits [B, T, vocab_size] of the tokens that follow.
 
-        With last (int array [B]) only those that follow position last of each row, [B, 1, vocab_size].
+        With last (int64 [B]) only those that follow position last of each row, [B, 1, vocab_size].
         """
         x = self.norm(state)
         for layer, block in enumerate(self.coda):
             x = block(x, *window, layer - len(self.coda))
         if last is not None:
-            x = x[np.arange(len(x)), last][:, None]
+            x = x[torch.arange(len(x), device=x.device), last][:, None]
         return F.linear(self.norm(x), self.embedding.weight if self.lm_head is None else self.lm_head.weight)
 
     def initial_state(self, batch: int, length: int, generator=None):
@@ -525,6 +472,79 @@ class RecurrentDepth(Network):
                 std *= (2 * depth) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(p, 0.0, std, generator=generator)
         return self
+
+
+# ------------------------------------------------------------------------- windows that can be compiled
+
+
+def first_line(error) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+class Static:
+    """The decoders' view of a model whose windows have few sizes, so that its work can be compiled.
+
+    Windows are padded to the next of `sizes`, their keys to the whole cache; padding is written to the
+    cache's scrap position. The output is the model's own. compile: how to compile a method, for example
+    torch.compile; one where that fails runs as it is, with a sentence that says why. A window without a cache
+    or beyond the last size runs as it is, too.
+    """
+
+    def __init__(self, model: Network, compile: Callable | None = None, sizes=(1, 8, 16, 32, 64, 128, 256)):
+        self.model, self.compile, self.sizes, self.compiled = model, compile, sizes, {}
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def hidden(self, tokens, start=0, mask=None, cache=None):
+        """See `Transformer.hidden`."""
+        return self.run("layers", (tokens,), self.window(tokens.shape[1], start, cache, mask))
+
+    def embed(self, tokens, window):
+        """See `RecurrentDepth`, here and below."""
+        return self.run("embed", (tokens,), window)
+
+    def recur(self, state, e, window, i: int = 0):
+        return self.run("recur", (state, e), window, i % window[2].n_recurrences if window[2] else 0)
+
+    def decode(self, state, window, last=None):
+        return self.run("decode", (state,), window, last)
+
+    def window(self, length: int, start=0, cache=None, mask=None):
+        """(rope, mask, cache) of a window of `length` tokens, padded: see `Network.place`."""
+        size = next((n for n in self.sizes if n >= length), None)
+        if cache is None or size is None:
+            return *self.model.place(length, start, mask, cache), cache
+        first = np.asarray(start)
+        at = np.full((len(cache.k[0]), size), cache.max_len)  # the scrap position
+        at[:, :length] = first if first.ndim == 2 else first.reshape(-1, 1) + np.arange(length)
+        at = torch.from_numpy(np.minimum(at, cache.max_len)).to(self.device)
+        if mask is None:  # as in `place`: everything up to the window's end, or causal
+            seen = at if self.config.causal else at[:, length - 1 : length].expand(at.shape)
+            mask = torch.arange(cache.max_len, device=self.device) <= seen[:, None, :, None]
+        else:
+            mask = F.pad(mask, (0, cache.max_len - mask.shape[-1])).expand(len(at), 1, length, -1)
+            mask = F.pad(mask, (0, 0, 0, size - length), value=True)
+        return *self.model.place(size, at, mask, cache), cache
+
+    def run(self, name: str, inputs, window, *rest):
+        """A method of the model on inputs [B, T, ...], padded as the window is: [B, T, ...]."""
+        length, size = inputs[0].shape[1], window[0].shape[-3]
+        plain = getattr(self.model, name)
+        if window[2] is None or size not in self.sizes:
+            return plain(*inputs, window, *rest)
+        inputs = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, size - length)) for x in inputs]
+        run = self.compiled.get(name) or (self.compile(plain) if self.compile else plain)
+        try:
+            out = run(*inputs, window, *rest)
+        except Exception as e:  # whatever a compiler trips over
+            if run == plain:
+                raise
+            print(f"{name} is not compiled: {type(e).__name__}: {first_line(e)}", file=sys.stderr)
+            run = plain
+            out = run(*inputs, window, *rest)
+        self.compiled[name] = run
+        return out[:, :length]
 
 
 # ------------------------------------------------------------------------------------------------ safetensors
@@ -1269,6 +1289,7 @@ def add_checkpoint_arguments(p, methods):
     g.add_argument("--seed", type=int, default=0, help="of what is random (%(default)s)")
     g.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="%(default)s")
     g.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="bfloat16 on a GPU")
+    g.add_argument("--compile", action="store_true", help="torch.compile, windows padded to few sizes")
     g.add_argument("--watch", action="store_true", help="show each step instead of streaming the text")
     g.add_argument("--dry-run", nargs="*", metavar="FOLDER", help="print what checkpoints need, load nothing")
     g.add_argument("--bandwidth", type=float, default=2000.0, help="GB/s, for --dry-run (%(default)g)")
@@ -1366,7 +1387,7 @@ def open_checkpoint(args, kind: type, **options):
     fill_in(args, chat=tokenizer.instruct)
     if args.chat and model.config.causal and tokenizer.turn_end is not None:
         model.config.eos_id = tokenizer.turn_end  # a diffusion model fills its answer up with EOS
-    return model, tokenizer
+    return Static(model, torch.compile) if args.compile else model, tokenizer
 
 
 def read_prompt(args, tokenizer) -> np.ndarray:

@@ -252,7 +252,7 @@ class Recipe:
 
     task: Addition | Ledger
     block_size: int = 8
-    steps: tuple[int, ...] = (900, 1500, 1800)  # autoregressive, teacher, student
+    steps: tuple[int, ...] = (1200, 1500, 1800)  # autoregressive, teacher, student
     lr: tuple[float, ...] = (3e-3, 2e-3, 1e-3)
     batch: int = 16
     d_model: int = 64
@@ -448,10 +448,10 @@ def fastest_threads(work: Callable[[], object]) -> int:
 
 
 @torch.inference_mode()
-def network_share(model, decode, prompts, methods: tuple[str, ...]) -> tuple[float, float]:
-    """Share of the wall time, at batch 1, that passes in these methods of the model: of the steps alone (from
-    the start of the first call of the network to the end of the last), and of the whole decode, which also
-    sets up and hands over. A CUDA device is synchronised after each call.
+def network_time(model, decode, prompts, methods: tuple[str, ...]) -> np.ndarray:
+    """Seconds an answer token at batch 1: in these methods of the model; in the steps (from the start of the
+    first call of the network to the end of the last); in the whole decode, which also sets up and hands over.
+    A CUDA device is synchronised after each call.
     """
     calls, stock = [], {name: getattr(model, name) for name in methods}
 
@@ -470,15 +470,15 @@ def network_share(model, decode, prompts, methods: tuple[str, ...]) -> tuple[flo
     for name, call in stock.items():
         setattr(model, name, timed(call))
     try:
-        inside, steps, whole = 0.0, 0.0, 0.0
+        inside, steps, whole, tokens = 0.0, 0.0, 0.0, 0
         for prompt in prompts:
             calls.clear()
             started = time.perf_counter()
-            decode([prompt])
+            tokens += len(decode([prompt]).answers[0])
             whole += time.perf_counter() - started
             steps += calls[-1][1] - calls[0][0]
             inside += sum(end - start for start, end in calls)
-        return inside / steps, inside / whole
+        return np.array((inside, steps, whole)) / tokens
     finally:
         for name in stock:
             delattr(model, name)
@@ -636,10 +636,10 @@ def profile_rows(model, rows: list[Row], prompts, answer_len: int, methods: tupl
     """Print how much of each row's time is not spent in these methods of the model."""
     for row in rows:
         decode = functools.partial(row.decode, max_new_tokens=answer_len)
-        step, whole = network_share(model, decode, list(prompts), methods)
+        inside, steps, whole = network_time(model, decode, list(prompts), methods)
         print(
-            f"{row.name}: {100 - 100 * step:.1f}% of a step at batch 1 is outside the network, "
-            f"{100 - 100 * whole:.1f}% of the whole decode"
+            f"{row.name}: {100 - 100 * inside / steps:.1f}% of a step at batch 1 is outside the network, "
+            f"{100 - 100 * inside / whole:.1f}% of the whole decode"
         )
 
 
@@ -928,16 +928,17 @@ def bench_rows(lab: Lab, core) -> tuple[list[Row], list[Row]]:
     ]
 
 
-def network_claims(
-    lab: Lab, rows: list[Row], prompts, answer_len: int, methods: tuple[str, ...]
-) -> list[Claim]:
-    """For each row, the share of its time that passes in the network at batch 1."""
-    claims = []
+def time_split(rows: list[Row], prompts, answer_len: int, methods: tuple[str, ...]):
+    """Where each row's time at batch 1 goes, a table, and the share of its steps that the network has."""
+    table, shares = [], []
     for row in rows:
         decode = functools.partial(row.decode, max_new_tokens=answer_len)
-        share, _ = network_share(row.decode.args[0], decode, list(prompts), methods)
-        claims.append(Claim(f"share of a step in the network, batch 1, {row.name}", share, 0.85))
-    return claims
+        inside, steps, whole = 1e3 * network_time(row.decode.args[0], decode, list(prompts), methods)
+        parts = {"network": inside, "sampler": steps - inside, "before and after": whole - steps}
+        cells = {name: f"{ms:.3f}" for name, ms in parts.items()}
+        table.append({"ms a token at batch 1": row.name} | cells)
+        shares.append(inside / steps)
+    return table, shares
 
 
 def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
@@ -958,7 +959,10 @@ def bench_job(lab: Lab, recurrent: RecurrentLab, quick: bool):
         claims.append(Claim(f"tokens/s, batch {batch} / batch 1, {name}", ratio, bound))
         equal = equal_answers(rows[-1], prompts, A)
         claims.append(Claim(f"answers of a batch equal to single ones, of {n}, {name}", equal, n))
-        claims += network_claims(lab, rows[-ours:], prompts[:50], A, inside)
+        table, shares = time_split(rows, prompts[:50], A, inside)
+        text += [markdown(table), ""]
+        for row, share in list(zip(rows, shares, strict=True))[-ours:]:
+            claims.append(Claim(f"share of a step in the network, batch 1, {row.name}", share, 0.85))
     claims.append(llada_shape_claim(lab.device, 1 if quick else 5))
     claims.append(training_claim(lab, 4 if quick else 40))
     for prompt_len in (32, 512):
@@ -984,8 +988,9 @@ def llada_shape_claim(device: str, repeats: int) -> Claim:
     model = untrained(False, device, 256, **size, shift=False)
     decode = functools.partial(d2f.pipelined_decode, model, max_new_tokens=128, block_size=32)
     prompt = np.random.default_rng(0).integers(0, 60, 64)
-    share, _ = network_share(model, decode, [prompt] * repeats, ("hidden", "head"))
-    return Claim("bare forward / pipelined step, random LLaDA shape of d 256, 8 layers", share, 1 / 1.25)
+    inside, steps, _ = network_time(model, decode, [prompt] * repeats, ("hidden", "head"))
+    name = "bare forward / pipelined step, random LLaDA shape of d 256, 8 layers"
+    return Claim(name, inside / steps, 1 / 1.25)
 
 
 def training_claim(lab: Lab, steps: int) -> Claim:
