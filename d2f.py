@@ -338,7 +338,8 @@ class Book:
         self.model, self.config, self.watch, self.A = model, model.config, watch, max_new_tokens
         if self.config.mask_id < 0 and see is not see_before:
             raise ValueError("this model has no mask token, so it can only decode autoregressively")
-        self.device, prompts = model.device, check_prompts(prompts, max_new_tokens, self.config)
+        self.device, self.on_host = model.device, model.device.type == "cpu"
+        prompts = check_prompts(prompts, max_new_tokens, self.config)
         if self.config.shift:  # nothing predicts a first token: an empty prompt becomes EOS, as Dream begins
             prompts = [p if len(p) else np.array([self.config.eos_id]) for p in prompts]
         B, self.width = len(prompts), width or max_new_tokens
@@ -373,6 +374,11 @@ class Book:
         """[B] the position after each row's answer."""
         return self.prompt_len + self.A
 
+    def to_device(self, array):
+        """A tensor of a host array: its own memory where that is the device's."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.on_host else tensor.to(self.device)
+
     def look(self):
         """The answers as they stand: masked, bool [B, width] (until the next look), and where the first mask
         and the first EOS are, int [B] each, width where there is none.
@@ -390,7 +396,7 @@ class Book:
         window = self.window(self.tokens, start, stop)
         # token P + i is predicted by output P + i - shift: from its place among B x width to that among B x T
         offset = self.offset - start + window[0].shape[1] * self.batch
-        at = torch.from_numpy(where + offset.take(rows)).to(self.device)
+        at = self.to_device(where + offset.take(rows))
         hidden = self.run(*window)
         if cfg_scale > 0:  # logits = u + (cfg + 1)(c - u), u without the prompt; the head is linear
             in_prompt = np.arange(self.tokens.shape[1]) < self.prompt_len[:, None]
@@ -405,7 +411,7 @@ class Book:
             return tokens[:, a:b], a, self.mask(a, b)
         at = start[:, None] + np.arange((stop - start).max())
         flat = self.origin + np.minimum(at, stop[:, None] - 1)
-        see = torch.from_numpy(self.see.take(flat)).to(self.device)
+        see = self.to_device(self.see.take(flat))
         mask = torch.arange(int(see[:, -1].max()), device=self.device) < see[:, None, :, None]
         # what pads a short row is written to the cache's scrap position
         return tokens.take(flat), np.where(at < stop[:, None], at, tokens.shape[1]), mask
@@ -414,7 +420,7 @@ class Book:
         """Hidden states [B, T, d] of a window."""
         self.out.forwards += 1
         self.out.positions += tokens.size
-        return self.model.hidden(torch.from_numpy(tokens).to(self.device), at, mask, self.cache)
+        return self.model.hidden(self.to_device(tokens), at, mask, self.cache)
 
     def mask(self, a: int, b: int):
         """bool [b - a, keys], True = may attend, of positions [a, b) of rows that are alike. All positions'
@@ -426,7 +432,7 @@ class Book:
             return None
         if self.masks is None:
             see_key = np.arange(self.see.shape[1]) < self.see[0][:, None]
-            self.masks = torch.from_numpy(see_key).to(self.device)
+            self.masks = self.to_device(see_key)
         return self.masks[a:b, :n_keys]
 
     def read(self, hidden, at, rows):
