@@ -517,10 +517,14 @@ def accept(probability, confidence, tau_conf: float, block, must):
     return chosen
 
 
-def masks_left(size, tau: float):
-    """The most masks that blocks of `size` positions (int [N]) may have left at a decoded fraction >= tau."""
-    m = np.arange(size.max() + 1)
-    return ((size[:, None] - m) / size[:, None] >= tau).sum(1) - 1  # in double precision
+def masks_left(size, *taus: float):
+    """The most masks that the prompt and blocks of `size` positions (int [N]) may have left at a decoded
+    fraction >= tau: int [taus, 1, N + 1].
+    """
+    m, few = np.arange(size.max() + 1), np.zeros((len(taus), 1, len(size) + 1), np.int64)
+    decoded = (size[:, None] - m) / size[:, None]  # in double precision
+    few[:, 0, 1:] = [(decoded >= tau).sum(1) - 1 for tau in taus]
+    return few
 
 
 # ----------------------------------------------------------------------------- the decoders it is compared to
@@ -692,9 +696,7 @@ def pipelined_decode(
     k, A, N, c = block_size, max_new_tokens, -(-max_new_tokens // block_size), model.config
     book = Book(model, prompts, A, see_blocks(k), sampling, watch, use_cache, N * k)
     size = np.minimum(k, A - k * np.arange(N))  # positions of each block: the last may be short
-    # masks that the prompt, then each block, may have left to count as decoded to tau_add and to tau_act
-    few = np.zeros((2, 1, N + 1), np.int64)
-    few[:, 0, 1:] = masks_left(size, tau_add), masks_left(size, tau_act)
+    few = masks_left(size, tau_add, tau_act)
     few[0, 0, N] = -1  # there is nothing to open behind the last block
     n_open, column = np.zeros(len(book.rows), np.int64), np.arange(N * k)
     while len(book.rows):

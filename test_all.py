@@ -736,6 +736,17 @@ def test_watching_changes_nothing():
 
 
 @section("decode")
+def test_a_window_of_unlike_rows_has_each_rows_own_mask():
+    """Rows of different prompts may happen to run over the same positions: each keeps its own sight."""
+    prompts = random_prompts(0, (5, 9))
+    book = d2f.Book(random_model(), prompts, 8, d2f.see_blocks(4), None, None, width=8)
+    tokens, at, mask = book.window(book.tokens, np.array([0, 0]), np.array([13, 13]))
+    expected = d2f.block_causal_mask(13, torch.tensor([5, 9]), 4)
+    assert tokens.shape == (2, 13) and (np.asarray(at) == np.arange(13)).all()
+    assert mask.shape == expected.shape and (mask == expected).all()
+
+
+@section("decode")
 def test_padded_windows_change_nothing():
     """Static pads windows to few sizes, so that they can be compiled: the same answers and forwards of every
     decoder, without a compiler and with torch.compile's own front end.
@@ -825,7 +836,27 @@ def test_stopping_at_eos_changes_no_text_and_saves_forwards():
         assert runs[0].answers == runs[1].answers, seed
         saved += runs[1].forwards - runs[0].forwards
         assert (runs[0].row_forwards <= runs[1].row_forwards).all(), seed
+        assert runs[0].positions <= runs[1].positions, seed
     assert saved > 0, "no seed saved a forward"
+
+
+@section("eos")
+def test_no_block_opens_behind_a_committed_eos():
+    """From the forward after an EOS was committed on, nothing behind its block is run."""
+    seen = 0
+    for seed in range(40):
+        model, limit = random_model(seed, shift=bool(seed % 2)), [99]
+
+        def watch(step, limit=limit):
+            nonlocal seen
+            assert step.n_open[0] <= limit[0], (step.n_open, limit)
+            answer = step.tokens[0, step.prompt_len[0] :]
+            if (answer == 18).any():
+                limit[0] = int((answer == 18).argmax()) // 4 + 1
+                seen += (answer[limit[0] * 4 :] == 17).any() and (answer[: limit[0] * 4] == 17).any()
+
+        d2f.pipelined_decode(model, random_prompts(seed, [5]), 24, 4, 0.0, 0.5, 0.4, watch=watch)
+    assert seen > 0, "no seed committed an EOS with work left on both sides of it"
 
 
 @section("eos")
