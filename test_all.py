@@ -1702,6 +1702,22 @@ def test_padded_and_compiled_windows_change_nothing_in_recurrent_samplers():
 
 
 @section("recurrent")
+def test_padded_windows_keep_a_slot_for_each_recurrence():
+    """With a full cache Static writes recurrence i to slot i, as the model does: equal logits behind it."""
+    model, logits, generator = tiny_recurrent(5), [], torch.Generator()
+    for m in (model, tiny_models.Static(model, sizes=(4, 8))):
+        cache = m.new_cache(1, 12, 3)
+        for start, stop in ((0, 5), (5, 8)):
+            w = m.window(stop - start, start, cache)
+            e = m.embed(torch.arange(start, stop)[None], w)
+            z = m.initial_state(1, stop - start, generator.manual_seed(start))
+            for i in range(3):
+                z = m.recur(z, e, w, i)
+        logits.append(m.decode(z, w))
+    assert logits[0].shape == logits[1].shape and (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+@section("recurrent")
 def test_noise_falls_with_the_recurrences_spent():
     """beta_t = beta / (1 + count), constant, or with square-root weights; beta = 0 draws nothing at all."""
     for noise, weight in (
