@@ -69,6 +69,18 @@ def raises(message: str, call, *args, **kwargs):
     raise AssertionError(f"no error was raised; expected {message!r}")
 
 
+def start(line, **options):
+    """A command in the background, to be interrupted. A shell's own background jobs ignore interrupts, and so
+    would all that they start.
+    """
+
+    def listen():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(line, cwd=HERE, env=env, preexec_fn=listen, **options)
+
+
 def run(*args, timeout=300, **kwargs):
     """Run a Python command of the project in a subprocess, on one thread; returns the finished process."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
@@ -1199,14 +1211,8 @@ def test_an_interrupt_loses_at_most_the_current_phase():
     with tempfile.TemporaryDirectory() as d:
         args = ["train_tiny.py", "--quick", "--out", d, "--threads", "1"]
         steps = ["--steps", "20", "5000", "20", "20"]
-        p = subprocess.Popen(
-            [sys.executable, *args, *steps],
-            cwd=HERE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        line = [sys.executable, *args, *steps]
+        p = start(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         saved = Path(d) / "quick" / "addition-3" / "autoregressive"
         deadline = time.time() + 120
         while not saved.exists() and time.time() < deadline:
@@ -3081,9 +3087,7 @@ def test_a_killed_evaluation_goes_on():
         saved, finished = Path(f"{d}/p.jsonl.results.jsonl"), [0]
         for stop in (signal.SIGKILL, signal.SIGINT):
             line = [sys.executable, "d2f.py", *map(str, args)]
-            p = subprocess.Popen(
-                line, cwd=HERE, stdout=-1, stderr=-1, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+            p = start(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             until = time.monotonic() + 120
             while time.monotonic() < until and p.poll() is None:
                 if saved.exists() and saved.read_bytes().count(b"\n") > finished[-1] + 2:
