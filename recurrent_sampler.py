@@ -183,7 +183,7 @@ class Book:
         self.passes, column = np.zeros_like(self.n), np.arange(self.L + 1)
         self.inside_answer = (column >= self.prompt_len[:, None]) & (column < self.end[:, None])
         self.last_of_answer = column == self.end[:, None] - 1
-        self.states = self.draw_states(self.limit, self.L + 1) * self.s.init_scale
+        self.states = self.draw_states(self.limit + 1) * self.s.init_scale
         self.cache = model.new_cache(len(prompts), self.L, n_slots)
         self.per_row = ["prompt_len", "end", "limit", "n", "rows", "passes", "tokens", "states"]
         self.per_row += ["inside_answer", "last_of_answer"]
@@ -196,12 +196,11 @@ class Book:
         self.out.row_passes = np.zeros(len(prompts), np.int64)
         self.out.core_cache_bytes = round(share * self.cache.nbytes)
 
-    def draw_states(self, counts, width: int):
-        """Random states [B, width, d]: row b draws counts[b] of them from its own generator, zeros behind."""
-        z = torch.zeros(len(counts), width, self.c.d_model, device=self.model.device, dtype=self.model.dtype)
-        for row, n, generator in zip(z, counts, self.generators, strict=True):
-            row[:n] = self.model.initial_state(1, int(n), generator)[0]
-        return z
+    def draw_states(self, counts):
+        """Random states [B, max(counts), d]: row b draws counts[b] from its own generator, zeros behind."""
+        draws = zip(counts.tolist(), self.generators, strict=True)
+        states = [self.model.initial_state(1, n, generator)[0] for n, generator in draws]
+        return torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
 
     def open(self, start, stop):
         """Open the window [start, stop) of each row, int [B] each: its tokens [B, T] on the device, and the
@@ -323,7 +322,7 @@ def relative_distance(z, before):
     """delta = ||z - before|| / ||z|| of states [B, T, d] -> float32 [B, T]."""
     z = z.float()
     step = z - before
-    return (torch.linalg.vecdot(step, step) / torch.linalg.vecdot(z, z)).sqrt()
+    return torch.linalg.vector_norm(step, dim=-1) / torch.linalg.vector_norm(z, dim=-1)
 
 
 # ----------------------------------------------------------------------------- the samplers it is compared to
@@ -394,9 +393,10 @@ def settle(book, e, window, r: int, eps: float, norm: str = "mean"):
         z = new if still is None else torch.where(still[:, None, None], new, z)
         spent += running
         running &= ~((delta.max(1) if norm == "max" else delta.sum(1) / book.sizes) < eps)
-        if not running.any():
+        n_running = np.count_nonzero(running)
+        if n_running == 0:
             break
-        if not running.all():
+        if n_running < len(running):
             still = torch.from_numpy(running).to(z.device)
             there = at if isinstance(at, torch.Tensor) else torch.from_numpy(book.positions()).to(z.device)
             cache.open(torch.where(still[:, None], there, book.L), n_keys)
@@ -523,7 +523,7 @@ def wavefront_decode(
     s = wave or Wave()
     book = Book(model, prompts, max_new_tokens, sampling, watch, n_slots, s.released_alignment)
     book.prefill(r, s.eps if s.prefill_exit else None, "max")
-    start_wave(book)
+    start_wave(book, r)
     left = book.unfinished()
     for _ in range(s.max_steps):
         if not left:
@@ -532,28 +532,30 @@ def wavefront_decode(
         e = torch.lerp(model.embed(tokens, window), book.momentum[book.index], s.eta)
         z = book.states[book.index]
         before, compared = previous_states(book, s, z)
-        z = book.recur(add_noise(book, s, r, z), e, window, s.inner)
+        z = book.recur(add_noise(book, s, z), e, window, s.inner)
         proposed, delta = book.choose(model.decode(z, window), book.sizes, relative_distance(z, before))
         book.states[book.index], book.momentum[book.index] = z, e
         propose(book, s, proposed)
         settled = settled_positions(book, s, r, delta, compared)
-        move(book, s, *freeze(book, s, settled), r, delta, compared)
+        move(book, s, *freeze(book, s, settled), delta, compared)
         left = book.unfinished()
     book.unfinished(stop=True)
     return book.out
 
 
-def start_wave(book):
+def start_wave(book, r: int):
     """After the prompt: what the wave keeps, [B] for a row, [B, L + 1] for a position.
 
-    n_open: positions [0, n_open) have been opened. age: steps spent on a position. stable: steps in which its
-    token was predicted again. moved: by how much the last step moved the head. momentum [B, L + 1, d]: e of
-    the last step.
+    n_open: positions [0, n_open) have been opened. given: recurrences that a position had before the wave, r
+    for the prompt (however soon it exited) and its next token. age: the wave's steps spent on it. stable:
+    steps in which its token was predicted again. moved: by how much the last step moved the head. momentum
+    [B, L + 1, d]: e of the last step.
     """
     book.n_open, book.moved = book.n.copy(), np.ones_like(book.n)
+    book.given = r * (np.arange(book.L + 1) <= book.prompt_len[:, None])
     book.age, book.stable = np.zeros_like(book.tokens), np.zeros_like(book.tokens)
     book.momentum = torch.zeros_like(book.states)
-    book.per_row += ["n_open", "moved", "age", "stable", "momentum"]
+    book.per_row += ["n_open", "moved", "given", "age", "stable", "momentum"]
     tokens, window = book.open(book.n - 1, book.n)
     book.momentum[book.index] = book.model.embed(tokens, window)
 
@@ -566,22 +568,18 @@ def previous_states(book, s: Wave, z):
     return book.states[np.arange(len(at))[:, None], np.minimum(at, book.L)], at < book.stop[:, None]
 
 
-def recurrences_spent(book, s: Wave, r: int):
-    """int [B, L + 1]: r on the prompt (however soon it exited) and its next token, and those of the wave."""
-    return s.inner * book.age + r * (np.arange(book.L + 1) <= book.prompt_len[:, None])
-
-
-def add_noise(book, s: Wave, r: int, z):
+def add_noise(book, s: Wave, z):
     """(1 - beta_t) z + beta_t noise, where beta_t falls with the recurrences spent on the position."""
     if s.beta == 0:
         return z
-    spent = recurrences_spent(book, s, r)[book.place]  # (B, T)
-    share = s.beta / (1 + spent) if s.noise != "constant" else np.full(spent.shape, s.beta)
-    share = torch.from_numpy(share).to(z)[:, :, None]
-    noise = book.draw_states(book.sizes, z.shape[1])
+    spent = book.given[book.place] + s.inner * book.age[book.place]  # (B, T)
+    if s.noise == "constant":
+        spent = 0 * spent
+    share = torch.from_numpy(s.beta / (1 + spent)).to(z.device, z.dtype)[:, :, None]
+    noise = book.draw_states(book.sizes)
     if s.noise == "sqrt":
         return (1 - share).sqrt() * z + share.sqrt() * noise
-    return (1 - share) * z + share * noise
+    return torch.lerp(z, noise, share)
 
 
 def propose(book, s: Wave, proposed):
@@ -625,7 +623,7 @@ def freeze(book, s: Wave, settled):
     return n, np.maximum(n_open, n)
 
 
-def move(book, s: Wave, n, n_open, r: int, delta, compared):
+def move(book, s: Wave, n, n_open, delta, compared):
     """Advance the head to n and the front to n_open; fill what is new there."""
     book.moved, opened, book.n_open = n - book.n, book.n_open, n_open
     if s.headway > 1 or s.continuous:
@@ -638,7 +636,7 @@ def move(book, s: Wave, n, n_open, r: int, delta, compared):
     seen = {}
     if book.watch:
         distance = np.where(compared, delta, np.nan)
-        seen = {"n_open": n_open, "spent": recurrences_spent(book, s, r), "distance": distance}
+        seen = {"n_open": n_open, "spent": book.given + s.inner * book.age, "distance": distance}
     book.out.steps += 1
     book.advance(n, s.inner, **seen)
 

@@ -1734,11 +1734,11 @@ def test_noise_falls_with_the_recurrences_spent():
         model = tiny_recurrent(0)
         book = rs.Book(model, [[1, 2, 3]], 10, ZERO, None)
         book.n += 1
-        rs.start_wave(book)
+        rs.start_wave(book, 7)
         book.age[0, 3:6] = (4, 2, 0)
         book.open(np.array([3]), np.array([6]))
         with patched(model, "initial_state", lambda B, T, g=None: torch.ones(B, T, 32)):
-            z = rs.add_noise(book, rs.Wave(inner=2, beta=0.5, noise=noise), 7, book.states[book.index])
+            z = rs.add_noise(book, rs.Wave(inner=2, beta=0.5, noise=noise), book.states[book.index])
         expected = weight(
             np.array([4 * 2 + 7, 2 * 2, 0])
         )  # states were zero; the first counts the prompt's r too
