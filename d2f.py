@@ -254,7 +254,7 @@ class Chooser:
 
 
 def best(p, bias):
-    """Index and value of the largest of each row of p + bias [M, V], on the host. On a CPU numpy is sooner."""
+    """Index and value of the largest of each row of p + bias [M, V], on the host. Numpy is sooner on CPU."""
     p = p + bias
     if p.is_cpu:
         p = p.numpy()

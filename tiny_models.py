@@ -437,7 +437,7 @@ class RecurrentDepth(Network):
         CPU.
         """
         sigma = 0.4**0.5  # sqrt(d) times sqrt(2 / (5 d))
-        edge = math.erf(3 / 2**0.5)  # the share within 3 sigma; the inverse of erf makes a uniform draw normal
+        edge = math.erf(3 / 2**0.5)  # the share within 3 sigma; erf turned round makes a uniform draw normal
         state = torch.empty(batch, length, self.config.d_model).uniform_(-edge, edge, generator=generator)
         return (state.erfinv_() * (2**0.5 * sigma)).to(self.device, self.dtype)
 

@@ -252,16 +252,14 @@ class Recipe:
 
     task: Addition | Ledger
     block_size: int = 8
-    steps: tuple[int, ...] = (1200, 1500, 1800)  # autoregressive, teacher, student
+    steps: tuple[int, ...] = (1200, 2000, 1800)  # autoregressive, teacher, student
     lr: tuple[float, ...] = (3e-3, 2e-3, 1e-3)
     batch: int = 16
     d_model: int = 64
     n_layers: int = 3
     n_heads: int = 2
     rope_base: float = 100.0
-    from_scratch: bool = (
-        False  # LLaDA's way: no shift, and the teacher does not start from the autoregressive model
-    )
+    from_scratch: bool = False  # LLaDA's way: no shift, and the teacher starts from random weights
     shots: int = 2  # solved examples before a problem, at most
     seed: int = 0
 
