@@ -437,9 +437,9 @@ class RecurrentDepth(Network):
         CPU.
         """
         sigma = 0.4**0.5  # sqrt(d) times sqrt(2 / (5 d))
-        edge = math.erf(3 / 2**0.5)  # the share within 3 sigma; erf turned round makes a uniform draw normal
-        state = torch.empty(batch, length, self.config.d_model).uniform_(-edge, edge, generator=generator)
-        return (state.erfinv_() * (2**0.5 * sigma)).to(self.device, self.dtype)
+        state = torch.empty(batch, length, self.config.d_model)
+        nn.init.trunc_normal_(state, 0.0, sigma, -3 * sigma, 3 * sigma, generator=generator)
+        return state.to(self.device, self.dtype)
 
     def forward(self, tokens, r: int, state=None):
         """Logits [B, T, vocab_size] of whole sequences [B, T] after r recurrences from a state, else a random

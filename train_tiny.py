@@ -252,7 +252,7 @@ class Recipe:
 
     task: Addition | Ledger
     block_size: int = 8
-    steps: tuple[int, ...] = (1200, 2000, 1800)  # autoregressive, teacher, student
+    steps: tuple[int, ...] = (1200, 1500, 1800)  # autoregressive, teacher, student
     lr: tuple[float, ...] = (3e-3, 2e-3, 1e-3)
     batch: int = 16
     d_model: int = 64
