@@ -257,7 +257,8 @@ def best(p):
     """Index and value of the largest of each row of p [M, V], on the host. On a CPU numpy finds it sooner."""
     if p.is_cpu:
         p = p.numpy()
-        return p.argmax(-1), p.max(-1)
+        index = p.argmax(-1)
+        return index, p.take(index + np.arange(0, p.size, p.shape[1]))
     value, index = p.max(-1)
     return to_host(index, value)
 
@@ -431,9 +432,8 @@ class Book:
         if least == n_keys == b and not (self.config.causal and b - a > 1):
             return None
         if self.masks is None:
-            see_key = np.arange(self.see.shape[1]) < self.see[0][:, None]
-            self.masks = self.to_device(see_key)
-        return self.masks[a:b, :n_keys]
+            self.masks = np.arange(self.see.shape[1]) < self.see[0][:, None]
+        return self.to_device(self.masks[a:b, :n_keys])
 
     def read(self, hidden, at, rows):
         """What `Chooser` makes of the outputs at (int [M]) for rows [M], so many at a time as fit."""
@@ -506,14 +506,15 @@ def accept(probability, confidence, tau_conf: float, block, must):
     chosen = probability > tau_conf
     lacking = must.flatten()  # a copy
     lacking[block[chosen]] = False
-    of_lacking = lacking[block]
-    if np.count_nonzero(of_lacking):  # a quarter of the cost of any()
-        best = np.full(lacking.shape, -np.inf, confidence.dtype)
+    at = lacking[block].nonzero()[0]
+    if len(at):
+        block, confidence = block[at], confidence[at]
+        best, leftmost = np.empty(lacking.shape, confidence.dtype), np.empty(lacking.shape, int)
+        best[block] = confidence  # any of the block's, to begin with
         np.maximum.at(best, block, confidence)
-        near = (of_lacking & (confidence >= best[block] - NOISE)).nonzero()[0][::-1]
-        near_block, leftmost = block[near], np.empty(lacking.shape, int)
-        leftmost[near_block] = near  # from right to left: what is written last stays
-        chosen[leftmost[near_block]] = True
+        near = (confidence >= best[block] - NOISE).nonzero()[0][::-1]
+        leftmost[block[near]] = at[near]  # from right to left: what is written last stays
+        chosen[leftmost[block]] = True
     return chosen
 
 
@@ -702,7 +703,7 @@ def pipelined_decode(
     while len(book.rows):
         B, (masked, first_mask, first_eos) = len(book.rows), book.look()
         left = np.zeros((B, N + 1), np.int64)  # masks of the prompt and of each block
-        masked.reshape(B, N, k).sum(-1, out=left[:, 1:])
+        np.add.reduce(masked.reshape(B, N, k), -1, out=left[:, 1:])
 
         # lines 3-5: open a block when the last open one is decoded to tau_add, unless an EOS is committed
         decoded_to_add, decoded_to_act = left <= few
@@ -712,7 +713,7 @@ def pipelined_decode(
         else:
             opened = n_open + (may_open & (first_eos == N * k))
         done = first_mask >= (first_eos if stop_at_eos else opened * k)
-        if np.count_nonzero(done):
+        if any(done.tolist()):
             n_open = book.finish(done, n_open)
             continue
         n_open = opened

@@ -160,14 +160,15 @@ class Book:
     """The host's side of a decode: token buffer, lengths and the calls of the network. Rows that are done
     leave it.
 
-    tokens int64 [B, L + 1]; prompt_len, end, n, rows, passes int64 [B]: the answer's bounds, how many tokens
-    are frozen, the row's index in the caller's list, its calls of R. states [B, L + 1, d], on the device: the
-    latent state of every position, initial states to begin with, so that opening a position costs nothing.
-    Position L takes what pads short rows.
+    tokens int64 [B, L + 1]; prompt_len, end, n, rows, spared int64 [B]: the answer's bounds, how many tokens
+    are frozen, the row's index in the caller's list, calls of R that it did not need. states [B, L + 1, d],
+    on the device: the latent state of every position, initial states to begin with, so that opening a
+    position costs nothing. Position L takes what pads short rows.
     """
 
     def __init__(self, model, prompts, max_new_tokens, sampling, watch, n_slots=1, whole_context=False):
         self.model, self.c, self.watch, self.s = model, model.config, watch, sampling or Sampling()
+        self.device, self.dtype = model.device, model.dtype
         check(n_slots >= 1, f"the cache has {n_slots} slots for recurrences; it needs at least 1")
         prompts = check_prompts(prompts, max_new_tokens, self.c, shortest=1)
         self.prompt_len = np.array([len(p) for p in prompts])
@@ -180,14 +181,14 @@ class Book:
         for row, prompt in zip(self.tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         self.generators = [torch.Generator().manual_seed(self.s.seed + b) for b in range(len(prompts))]
-        self.passes, column = np.zeros_like(self.n), np.arange(self.L + 1)
-        self.inside_answer = (column >= self.prompt_len[:, None]) & (column < self.end[:, None])
-        self.last_of_answer = column == self.end[:, None] - 1
+        self.spared, self.column = np.zeros_like(self.n), np.arange(self.L + 1)
+        self.inside_answer = (self.column >= self.prompt_len[:, None]) & (self.column < self.end[:, None])
+        self.last_of_answer = self.column == self.end[:, None] - 1
         self.states = self.draw_states(self.limit + 1) * self.s.init_scale
         self.cache = model.new_cache(len(prompts), self.L, n_slots)
-        self.per_row = ["prompt_len", "end", "limit", "n", "rows", "passes", "tokens", "states"]
+        self.per_row = ["prompt_len", "end", "limit", "n", "rows", "spared", "tokens", "states"]
         self.per_row += ["inside_answer", "last_of_answer"]
-        self.banned = torch.zeros(self.c.vocab_size, device=model.device)
+        self.banned = torch.zeros(self.c.vocab_size, device=self.device)
         self.banned[self.c.n_tokens :] = float("-inf")
         if self.c.pad_id != self.c.eos_id:
             self.banned[self.c.pad_id : self.c.pad_id + 1] = float("-inf")
@@ -198,9 +199,11 @@ class Book:
 
     def draw_states(self, counts):
         """Random states [B, max(counts), d]: row b draws counts[b] from its own generator, zeros behind."""
-        draws = zip(counts.tolist(), self.generators, strict=True)
-        states = [self.model.initial_state(1, n, generator)[0] for n, generator in draws]
-        return torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
+        counts = counts.tolist()
+        states = torch.zeros(len(counts), max(counts), self.c.d_model, device=self.device, dtype=self.dtype)
+        for row, n, generator in zip(states, counts, self.generators, strict=True):
+            row[:n] = self.model.initial_state(1, n, generator)
+        return states
 
     def open(self, start, stop):
         """Open the window [start, stop) of each row, int [B] each: its tokens [B, T] on the device, and the
@@ -210,8 +213,9 @@ class Book:
         in arrays [B, L + 1, ...]: on the host (place) and on the device (index).
         """
         self.start, self.stop, self.sizes, a = start, stop, stop - start, int(start[0])
-        length, self.n_positions = int(self.sizes.max()), int(self.sizes.sum())
-        self.inside = np.arange(length) < self.sizes[:, None]
+        sizes = self.sizes.tolist()
+        length, self.n_positions = max(sizes), sum(sizes)
+        self.inside = self.column[:length] < self.sizes[:, None]
         if len(start) == 1 or (start == a).all() and (self.sizes == length).all():
             self.place = self.index = slice(None), slice(a, a + length)
             window = self.model.window(length, a, self.cache)
@@ -219,26 +223,19 @@ class Book:
             self.place = np.arange(len(start))[:, None], self.positions()
             window = self.model.window(length, self.place[1], self.cache)
             self.index = self.cache.rows, self.cache.at[:, :length]
-        return torch.from_numpy(self.tokens[self.place]).to(self.model.device), window
+        return torch.from_numpy(self.tokens[self.place]).to(self.device), window
 
     def positions(self):
         """int [B, T]: the positions of the open window, L where a short row is padded."""
-        return np.where(self.inside, self.start[:, None] + np.arange(self.inside.shape[1]), self.L)
+        return np.where(self.inside, self.start[:, None] + self.column[: self.inside.shape[1]], self.L)
 
     def recur(self, z, e, window, r: int):
         """r recurrences of the open window, counted."""
-        self.count(r, r, r * self.n_positions)
+        self.out.core_passes += r
+        self.out.positions += r * self.n_positions
         for i in range(r):
             z = self.model.recur(z, e, window, i)
         return z
-
-    def count(self, calls: int, needed, positions: int):
-        """Note calls of R on the open window: how many each row needed, int or int [B], and of how many
-        positions.
-        """
-        self.out.core_passes += calls
-        self.passes += needed
-        self.out.positions += positions
 
     def run(self, start, stop, r: int):
         """A whole forward over [start, stop): P, r recurrences of initial states, C -> logits [B, T, V]."""
@@ -257,7 +254,7 @@ class Book:
         else:
             z, spent = settle(self, e, window, r, eps, norm)
         self.out.steps += 1
-        last = torch.from_numpy(self.prompt_len - 1).to(self.model.device)
+        last = torch.from_numpy(self.prompt_len - 1).to(self.device)
         self.append(self.choose(self.model.decode(z, window, last), 1)[0][:, 0], spent)
 
     def choose(self, logits, counts, distance=None):
@@ -302,13 +299,15 @@ class Book:
     def unfinished(self, stop=False) -> bool:
         """Take out the rows whose answer is full or holds a frozen EOS (with stop: all). Are any left?"""
         ending = (self.tokens == self.c.eos_id) & self.inside_answer | self.last_of_answer
-        done = (ending.argmax(1) < self.n) | stop
-        if not done.any():
+        done = ending.argmax(1) < self.n
+        if stop:
+            done[:] = True
+        if not any(done.tolist()):
             return True
         for b in np.flatnonzero(done):
             answer = self.tokens[b, self.prompt_len[b] : min(self.n[b], self.end[b])]
             self.out.answers[self.rows[b]] = cut(answer, self.c.eos_id)
-            self.out.row_passes[self.rows[b]] = self.passes[b]
+            self.out.row_passes[self.rows[b]] = self.out.core_passes - self.spared[b]
         keep = np.flatnonzero(~done)
         if len(keep):
             self.generators = [self.generators[b] for b in keep]
@@ -401,7 +400,10 @@ def settle(book, e, window, r: int, eps: float, norm: str = "mean"):
             there = at if isinstance(at, torch.Tensor) else torch.from_numpy(book.positions()).to(z.device)
             cache.open(torch.where(still[:, None], there, book.L), n_keys)
     cache.open(at, n_keys)
-    book.count(int(spent.max()), spent, int((book.sizes * spent).sum()))
+    calls = int(spent.max())
+    book.spared += calls - spent
+    book.out.core_passes += calls
+    book.out.positions += int((book.sizes * spent).sum())
     return z, spent
 
 
@@ -552,7 +554,7 @@ def start_wave(book, r: int):
     [B, L + 1, d]: e of the last step.
     """
     book.n_open, book.moved = book.n.copy(), np.ones_like(book.n)
-    book.given = r * (np.arange(book.L + 1) <= book.prompt_len[:, None])
+    book.given = r * (book.column <= book.prompt_len[:, None])
     book.age, book.stable = np.zeros_like(book.tokens), np.zeros_like(book.tokens)
     book.momentum = torch.zeros_like(book.states)
     book.per_row += ["n_open", "moved", "given", "age", "stable", "momentum"]
@@ -575,7 +577,7 @@ def add_noise(book, s: Wave, z):
     spent = book.given[book.place] + s.inner * book.age[book.place]  # (B, T)
     if s.noise == "constant":
         spent = 0 * spent
-    share = torch.from_numpy(s.beta / (1 + spent)).to(z.device, z.dtype)[:, :, None]
+    share = torch.from_numpy((s.beta / (1 + spent[..., None])).astype(np.float32)).to(z)
     noise = book.draw_states(book.sizes)
     if s.noise == "sqrt":
         return (1 - share).sqrt() * z + share.sqrt() * noise
@@ -613,11 +615,13 @@ def freeze(book, s: Wave, settled):
     prediction freezes too.
     """
     last_wanted = book.limit - (0 if s.released_alignment else 1)  # the answer's last token predicts nothing
-    room = np.minimum(book.n - 1 + s.max_wave, last_wanted)
+    room = np.minimum(book.start + s.max_wave, last_wanted)
     n_open = np.minimum(book.n_open + s.headway, room)  # never less than before: room only grows
+    hit = np.empty((len(settled), settled.shape[1] + 1), bool)
+    hit[:, 0], hit[:, 1:] = True, settled  # in case there is none
     if s.freeze == "prefix":
-        settled = np.logical_and.accumulate(settled, 1)
-    behind = book.start + (settled * np.arange(1, settled.shape[1] + 1)).max(1)  # p + 1, or the head: n - 1
+        hit = np.logical_and.accumulate(hit, 1)
+    behind = book.start + settled.shape[1] - hit[:, ::-1].argmax(1)  # p + 1, or the head: n - 1
     alone = s.max_wave == 1 or s.exit == "fixed" or behind == last_wanted
     n = np.maximum(book.n, behind + alone)
     return n, np.maximum(n_open, n)

@@ -437,9 +437,11 @@ class RecurrentDepth(Network):
         CPU.
         """
         sigma = 0.4**0.5  # sqrt(d) times sqrt(2 / (5 d))
-        state = torch.empty(batch, length, self.config.d_model)
-        nn.init.trunc_normal_(state, 0.0, sigma, -3 * sigma, 3 * sigma, generator=generator)
-        return state.to(self.device, self.dtype)
+        state = torch.empty(batch, length, self.config.d_model).normal_(0.0, sigma, generator=generator)
+        while (far := state.abs() > 3 * sigma).any():
+            again = torch.empty_like(state).normal_(0.0, sigma, generator=generator)
+            state = torch.where(far, again, state)
+        return state.to(self.embedding.weight)
 
     def forward(self, tokens, r: int, state=None):
         """Logits [B, T, vocab_size] of whole sequences [B, T] after r recurrences from a state, else a random
