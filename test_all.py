@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -1721,6 +1722,23 @@ def test_padded_windows_keep_a_slot_for_each_recurrence():
                 z = m.recur(z, e, w, i)
         logits.append(m.decode(z, w))
     assert logits[0].shape == logits[1].shape and (logits[0] - logits[1]).abs().max() < 1e-4
+
+
+@section("recurrent")
+def test_initial_states_are_normal_within_three_sigma():
+    """Variance 2/5 cut at 3 sigma: what lies beyond is drawn again, not clipped; low precision rounds only."""
+    model, sigma = tiny_recurrent(0), 0.4**0.5
+    state = model.initial_state(40, 200, torch.Generator().manual_seed(0)).flatten().double()
+    again = model.initial_state(40, 200, torch.Generator().manual_seed(0)).flatten().double()
+    assert (state == again).all() and len(state) == 40 * 200 * model.config.d_model
+    density = math.exp(-4.5) / math.sqrt(2 * math.pi)
+    std = sigma * math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))  # of a normal cut at 3 sigma
+    assert abs(state.std() - std) < 0.004 and abs(state.mean()) < 0.006
+    assert 2.97 * sigma < state.abs().max() <= 3 * sigma + 1e-6
+    assert (state.abs() > 2.999 * sigma).double().mean() < 1e-4, "values heap up at the edge"
+    wide = model.initial_state(1, 9, torch.Generator().manual_seed(3))
+    low = tiny_recurrent(0).to(torch.bfloat16).initial_state(1, 9, torch.Generator().manual_seed(3))
+    assert low.dtype == torch.bfloat16 and (low == wide.bfloat16()).all()
 
 
 @section("recurrent")
