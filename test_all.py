@@ -1726,7 +1726,7 @@ def test_padded_windows_keep_a_slot_for_each_recurrence():
 
 @section("recurrent")
 def test_initial_states_are_normal_within_three_sigma():
-    """Variance 2/5 cut at 3 sigma: what lies beyond is drawn again, not clipped; low precision rounds only."""
+    """Variance 2/5 cut at 3 sigma: what lies beyond is drawn again, not clipped; bfloat16 rounds."""
     model, sigma = tiny_recurrent(0), 0.4**0.5
     state = model.initial_state(40, 200, torch.Generator().manual_seed(0)).flatten().double()
     again = model.initial_state(40, 200, torch.Generator().manual_seed(0)).flatten().double()
