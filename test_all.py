@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -1101,6 +1102,21 @@ D2F, one block at a time, k 4
 D2F, one block at a time, larger blocks
 D2F, pipelined, k 4
 D2F, pipelined, larger blocks""".splitlines()
+
+
+@section("tasks")
+def test_programs_grow_and_their_batches_shrink():
+    """From the first length to the full one by half of training, equal tokens a step; then some are short."""
+    r = train_tiny.RecurrentRecipe(train_tiny.Counter(12), steps=(80,), batch=8)
+    with tempfile.TemporaryDirectory() as d:
+        batches = list(itertools.islice(train_tiny.RecurrentLab(r, d, "cpu").data(0), 80))
+    lengths, rows = (
+        [f(tokens, P) for tokens, P in batches] for f in (lambda t, P: int(P[0]) - 1, lambda t, P: len(t))
+    )
+    assert lengths[0] == r.shortest and lengths[:41] == sorted(lengths[:41]) and lengths[40] == 12
+    assert min(lengths[41:]) >= r.shortest and 4 < sum(n < 12 for n in lengths[41:]) < 20
+    for n, m, (tokens, P) in zip(lengths, rows, batches, strict=True):
+        assert m == 8 * 13 // (n + 1) and tokens.shape == (m, 2 * (n + 1)) and len(P) == m
 
 
 @section("tasks")

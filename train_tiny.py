@@ -719,16 +719,16 @@ class RecurrentLab(Lab):
     def data(self, number: int):
         """Programs that grow to their full length in the first half of training: short ones teach faster.
 
-        In the second half one batch in four is still shorter, so that both are kept.
+        A batch has as many more rows as its programs are shorter, which costs little: with a fixed number of
+        rows some seeds never learned. In the second half one batch in four is still short: both are kept.
         """
         r, rng = self.r, np.random.default_rng((self.r.seed, number))
         for step in itertools.count():
             longest = min(r.task.digits, r.shortest + 2 * step * (r.task.digits - r.shortest) // r.steps[0])
             short = 2 * step > r.steps[0] and rng.random() < 0.25
             digits = int(rng.integers(min(r.shortest, longest), longest + 1)) if short else longest
-            yield next(
-                batches(replace(r.task, digits=digits), self.tokenizer, rng, r.batch, digits + 1, self.device)
-            )
+            task, rows = replace(r.task, digits=digits), r.batch * (r.task.digits + 1) // (digits + 1)
+            yield next(batches(task, self.tokenizer, rng, rows, digits + 1, self.device))
 
     def recurrent(self):
         r = self.r
